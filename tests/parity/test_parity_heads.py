@@ -13,8 +13,13 @@ from torchax_serve.parity.tasks import HEADS
 from torchax_serve.parity.tiny.heads import head_config
 
 _, SHIPPED = models_page.shipped(HEADS)
-# A memo of an attribute and one of transformers' decorator, boxes sorted by their scores, a decoder without attention.
-HANDFUL = ("levit: image classification", "dinov3_vit: image", "rf_detr: object detection", "parakeet_rnnt: rnnt")
+HANDFUL = (
+    "levit: image classification",  # a memo of an attribute
+    "dinov3_vit: image",  # one of transformers' decorator
+    "rf_detr: object detection",  # boxes sorted by their scores
+    "parakeet_rnnt: rnnt",  # a decoder without attention
+    "longformer: question answering",  # values of the ids
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 
@@ -26,7 +31,7 @@ def test_head_passes(name):
 
 def test_results_are_of_the_heads_that_transformers_has():
     if models_page.shipped(HEADS)[0]["transformers"] == transformers.__version__:
-        assert set(SHIPPED) <= set(check_head.names())
+        assert set(SHIPPED) == set(check_head.names())
 
 
 def test_every_type_of_every_mapping_is_in_some_sweep():

@@ -211,11 +211,31 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "auxiliary_in_channels": 16,
         "pool_scales": (1, 2),
     },
+    "vits": {
+        "flow_size": 16,
+        "spectrogram_bins": 17,
+        "upsample_initial_channel": 16,
+        "upsample_rates": [4, 4],
+        "upsample_kernel_sizes": [8, 8],
+        "resblock_kernel_sizes": [3],
+        "resblock_dilation_sizes": [[1, 3]],
+        "prior_encoder_num_flows": 2,
+        "prior_encoder_num_wavenet_layers": 1,
+        "posterior_encoder_num_wavenet_layers": 1,
+        "depth_separable_num_layers": 1,
+        "duration_predictor_num_flows": 2,
+        "duration_predictor_filter_channels": 16,
+        "wavenet_dilation_rate": 1,
+        "noise_scale": 0.0,  # the numbers that it draws are others on JAX
+        "noise_scale_duration": 0.0,
+    },
     "wav2vec2-bert": {"vocab_size": 32},
     "wav2vec2-conformer": {"vocab_size": 32},
 }
 """Values of configurations by model type; those of a sub-configuration stand under its name."""
 FOR_TASKS: dict[tuple[str, str], dict[str, Any]] = {
+    ("qwen3_asr", "token classification"): {"text_config": {"layer_types": ["full_attention"] * 2}},
+    ("t5gemma2", "token classification"): {"encoder": {"mm_tokens_per_image": 4}},
     ("blip-2", "zero shot image classification"): {"qformer_config": {"use_qformer_text_input": True}},
 }
 """Further values by model type and task."""
@@ -442,6 +462,14 @@ def _separated(model: Any, generator: torch.Generator, task: str) -> Inputs:
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
+def _with_decoder_ids(model: Any, generator: torch.Generator, task: str) -> Inputs:
+    """Returns a text and the same for the decoder, which transformers can only shift if a start token is configured."""
+    if task != "question answering":
+        return {}
+    ids = _ids(generator, 2, 12)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "decoder_input_ids": ids}
+
+
 INPUTS: dict[str, Maker] = {
     "audio-spectrogram-transformer": _of_spectrogram,
     "colmodernvbert": _query,
@@ -449,6 +477,9 @@ INPUTS: dict[str, Maker] = {
     "colqwen2": _query,
     "longformer": _separated,
     "modernvbert": _query,
+    "t5": _with_decoder_ids,
+    "t5gemma2": _query,
+    "ultravbert": _query,
     "csm": _codes,
     "depth_pro": _large_image,
     "flava": _image_and_text,
