@@ -126,7 +126,7 @@ def _tell_missing_at_once() -> None:
 
 
 def _order_equal_values() -> None:
-    """Fixes ``tensor.sort(descending=True)`` with equal values, whose order torchax 0.0.13 turns round.
+    """Fixes ``tensor.sort(descending=True)``: torchax 0.0.13 turns equal values round.
 
     PyTorch compares the other way and sorts by the same algorithm, which keeps their order in short rows.
     """

@@ -463,7 +463,7 @@ def _separated(model: Any, generator: torch.Generator, task: str) -> Inputs:
 
 
 def _with_decoder_ids(model: Any, generator: torch.Generator, task: str) -> Inputs:
-    """Returns a text and the same for the decoder, which transformers can only shift if a start token is configured."""
+    """Returns a text, also for the decoder: the configuration has no token to begin with."""
     if task != "question answering":
         return {}
     ids = _ids(generator, 2, 12)
