@@ -220,3 +220,18 @@ def sam(path):
     )  # fmt: skip
     reader = tf.SamImageProcessor(size={"longest_edge": 64}, pad_size={"height": 64, "width": 64})
     return saved(path, tf.SamModel(config), reader)
+
+
+def timesfm(path):
+    """Forecasts 32 values from up to 64."""
+    config = tf.TimesFmConfig(
+        patch_length=8,
+        context_length=64,
+        horizon_length=32,
+        hidden_size=32,
+        intermediate_size=32,
+        head_dim=8,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+    )
+    return saved(path, tf.TimesFmModelForPrediction(config))

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from torchax_serve.entrypoints.audio_model import AudioModel
     from torchax_serve.entrypoints.encoder_model import EncoderModel
     from torchax_serve.entrypoints.image_model import ImageModel
+    from torchax_serve.entrypoints.series_model import SeriesModel
     from torchax_serve.entrypoints.serve import serve
     from torchax_serve.entrypoints.served_model import ServedModel
     from torchax_serve.entrypoints.speech_model import SpeechModel
@@ -68,6 +69,7 @@ __all__ = [
     "QueueTokensError",
     "RequestError",
     "SamplingParams",
+    "SeriesModel",
     "ServedModel",
     "SpeechModel",
     "TextStream",
@@ -92,6 +94,7 @@ __getattr__, __dir__ = lazy_exports(
         "Hosts": ".distributed.hosts.options",
         "ImageModel": ".entrypoints.image_model",
         "SamplingParams": ".sampling_params",
+        "SeriesModel": ".entrypoints.series_model",
         "ServedModel": ".entrypoints.served_model",
         "SpeechModel": ".entrypoints.speech_model",
         "TextStream": ".text",

@@ -1,4 +1,4 @@
-"""``torchax-serve classify``, ``detect``, ``segment`` and ``speak``: what they print, and the files that they write."""
+"""Commands of models with heads for further tasks: what they print, and the files that they write."""
 
 import json
 
@@ -14,7 +14,10 @@ from torchax_serve.cli.main import app
 from torchax_serve.cli.shared.result_files import with_boxes, with_masks
 from torchax_serve.tasks.results import Box, Detection, Segment
 
-pytestmark = pytest.mark.filterwarnings("ignore:Explicitly requested dtype int64:UserWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Explicitly requested dtype int64:UserWarning"),
+    pytest.mark.filterwarnings("ignore:To copy construct from a tensor:UserWarning"),  # TimesFM's own code
+]
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +29,7 @@ def keep_this_process_as_it_is(monkeypatch):
 def models(tmp_path_factory):
     """Folders of models by name, with pictures and a sound next to them."""
     folder = tmp_path_factory.mktemp("models")
-    for name in ("vit", "segformer", "vits"):
+    for name in ("vit", "segformer", "vits", "timesfm"):
         (folder / name).mkdir()
         getattr(task_models, name)(folder / name)
     for index, image in enumerate(task_models.images()[:2]):
@@ -100,3 +103,28 @@ def test_masks_are_drawn():
     mask[10:20, 5:25] = True
     drawn = np.asarray(with_masks(image, [Segment("cat", None, mask)]))
     assert ((drawn != 255).any(-1) == mask).all()
+
+
+def test_forecast(models, tmp_path):
+    series = [float(index % 7) for index in range(40)]
+    with serve(models / "timesfm") as served:
+        expected = served.forecast(series, horizon=5)
+    file = tmp_path / "sales.csv"
+    file.write_text("day,sold,note\n" + "".join(f"{index},{value},x\n" for index, value in enumerate(series)))
+    picture = tmp_path / "sales.png"
+    done = call("forecast", models / "timesfm", file, "--column", "sold", "--horizon", 5, "-o", picture, "--json")
+    assert done.exit_code == 0, done.stderr
+    rows = json.loads(done.stdout)
+    np.testing.assert_allclose([row["mean"] for row in rows], expected.mean, rtol=1e-6)
+    assert list(rows[0]["quantiles"]) == [str(level) for level in expected.levels]
+    with Image.open(picture) as image:
+        assert image.size == (800, 400)
+    for content, arguments, message in (
+        ("day,sold\n1,2\n2,\n", ("--column", "sold"), "expected a number in line 3"),
+        ("day,sold\n1,2\n", ("--column", "price"), "--column: expected one of day, sold, got price"),
+        ("1\n2\n", ("--column", "sold"), "expected none for a file without names"),
+        ("1\nnan\n2\n", (), "got nan at 1; fill gaps first"),
+    ):
+        file.write_text(content)
+        refused = call("forecast", models / "timesfm", file, *arguments)
+        assert refused.exit_code == 2 and message in " ".join(refused.stderr.split()), refused.stderr

@@ -32,12 +32,13 @@ from torchax_serve.entrypoints.base_model import BaseModel
 from torchax_serve.entrypoints.draft import with_draft_model
 from torchax_serve.entrypoints.encoder_model import EncoderModel
 from torchax_serve.entrypoints.live_adapters import LiveAdapters, enable_adapters
+from torchax_serve.entrypoints.series_model import SeriesModel
 from torchax_serve.entrypoints.served_model import ServedModel, record_start
 from torchax_serve.entrypoints.speech_model import SpeechModel, is_speech_model
 from torchax_serve.entrypoints.vision_model import VisionModel
 from torchax_serve.scheduler.speculative_config import SpeculativeConfig, refuse_heads
 from torchax_serve.start.record import StartFolder
-from torchax_serve.tasks.heads import OF_IMAGES, OF_SOUND, methods_of
+from torchax_serve.tasks.heads import OF_IMAGES, OF_SERIES, OF_SOUND, methods_of
 
 
 def load_served_model(
@@ -128,4 +129,6 @@ def model_class_for(module: PreTrainedModel) -> type[ServedModel]:
         return VisionModel
     if not module.can_generate() and methods & OF_SOUND:
         return AudioModel
+    if methods & OF_SERIES:
+        return SeriesModel
     return ServedModel if module.can_generate() else EncoderModel

@@ -58,11 +58,13 @@ HEADS = (
     Head("classify_audio", "AudioClassificationPipeline", ("AUDIO_CLASSIFICATION",), _SOUND),
     Head("transcribe", "AutomaticSpeechRecognitionPipeline", ("CTC",), _SOUND),
     Head("speak", "TextToAudioPipeline", ("TEXT_TO_WAVEFORM",)),
+    Head("forecast", "", ("TIME_SERIES_PREDICTION",)),
 )
 """All heads; a class may have several."""
 
 OF_IMAGES = frozenset({"classify_images", "detect", "segment", "depth", "masks", "embed_images"})
 OF_SOUND = frozenset({"classify_audio", "transcribe", "speak"})
+OF_SERIES = frozenset({"forecast"})
 
 
 def heads_of(class_name: str) -> tuple[Head, ...]:

@@ -1,4 +1,4 @@
-"""Result types of models with heads for images and sound."""
+"""Result types of models with heads for further tasks."""
 
 from __future__ import annotations
 
@@ -104,3 +104,18 @@ class MarkedAnswer:
     score: float
     start: int
     end: int
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Forecast:
+    """Values that come behind a series.
+
+    Attributes:
+        mean: float32[horizon]; of TimesFM 2.5 the median.
+        quantiles: float32[horizon, levels].
+        levels: Of the quantiles, such as 0.1 for the value that a tenth lies below.
+    """
+
+    mean: np.ndarray
+    quantiles: np.ndarray
+    levels: tuple[float, ...]
