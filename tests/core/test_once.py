@@ -54,4 +54,7 @@ def test_no_function_that_only_changes_things_is_merely_cached():
             returns_nothing = node.returns is not None and ast.unparse(node.returns) == "None"
             if is_cached and returns_nothing:
                 found.append(f"{path.relative_to(ROOT)}: {node.name}")
-    assert found == ["model_adapters/tested_releases.py: log_newer_releases"]  # a line of the log
+    assert sorted(found) == [  # lines of the log
+        "model_adapters/ops/cpu/prebuilt.py: _note",
+        "model_adapters/tested_releases.py: log_newer_releases",
+    ]

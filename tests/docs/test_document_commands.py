@@ -78,12 +78,14 @@ def parameters(run):
 
 @pytest.fixture(scope="module")
 def shell(tmp_path_factory):
-    """Runs a command line by bash, with ``torchax-serve`` on the path as an installation puts it."""
+    """Runs a command line by bash, with ``torchax-serve`` and ``python`` of this environment on the path."""
     programs = tmp_path_factory.mktemp("programs")
     module, _, function = PYPROJECT["project"]["scripts"]["torchax-serve"].partition(":")
     script = f"#!{sys.executable}\nfrom {module} import {function}\n{function}()\n"
     (programs / "torchax-serve").write_text(script)
-    (programs / "torchax-serve").chmod(0o755)
+    (programs / "python").write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n')
+    for each in programs.iterdir():
+        each.chmod(0o755)
     environment = {
         **os.environ,
         "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
@@ -111,7 +113,7 @@ def test_every_command_is_run_or_checked():
     assert set(TYPED) | FROM_THE_HUB | RUNS_THE_TESTS | WITH_DIFFUSERS <= listed, (
         "an exception for a command that nobody writes"
     )
-    assert len(SET_UPS) == 3
+    assert len(SET_UPS) == 4
     assert set(SHOWN) <= set(SET_UPS), "output is shown of a command that no test compares it with"
     assert SHOWN
     assert len(RUN) >= 3

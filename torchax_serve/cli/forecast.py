@@ -13,7 +13,6 @@ from torchax_serve.cli.shared.command import Command
 from torchax_serve.cli.shared.load_options import LoadOptions, option_groups
 from torchax_serve.cli.shared.model_name import check_model, complete_model, refuse_bundle
 from torchax_serve.cli.shared.result_files import check_files, method_of, print_rows
-from torchax_serve.profiling.picture import check_plot
 
 NUM_SHOWN = 200
 """Values in front of a forecast that its picture shows."""
@@ -49,6 +48,8 @@ def forecast(
     check_files([file])
     series = numbers_of(file, column)
     if output is not None:
+        from torchax_serve.profiling.picture import check_plot
+
         check_plot(output)
     from torchax_serve.cli.chat.interrupts import prompt_interrupts
     from torchax_serve.cli.shared.load_model import loaded_model

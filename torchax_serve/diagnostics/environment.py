@@ -25,6 +25,7 @@ PACKAGES = ("torch", "torchax", "jax", "jaxlib", "transformers")
 EXTRAS = {
     "cuda": "NVIDIA GPUs; plan for GPUs",
     "diffusion": "diffusion pipelines",
+    "events": "serve --kv-events-config: events of the prefix cache",
     "export": "export: bundles",
     "images": "models that see images",
     "orbax": "weights and training states in Orbax's format",

@@ -120,7 +120,7 @@ SAMPLING = {
 
 _ENGINE = """max_model_len max_num_seqs page_size kv_cache_memory_bytes kv_offloading_bytes max_num_batched_tokens
 enable_prefix_caching max_num_steps max_decode_slowdown batch_invariant kv_cache_dtype max_encoder_len max_num_waiting
-max_num_waiting_tokens max_logprobs speculative tpot_target_ms ttft_target_ms"""
+max_num_waiting_tokens max_logprobs speculative kv_events_config tpot_target_ms ttft_target_ms"""
 
 ENGINE = frozenset(_ENGINE.split())
 """Fields of `EngineOptions`; this module must not import the engine."""

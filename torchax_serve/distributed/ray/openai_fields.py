@@ -23,7 +23,15 @@ NO_EFFECT = frozenset(("metadata", "prompt_cache_key", "prompt_cache_options", "
 NO_EFFECT |= {"request_id", "safety_identifier", "service_tier", "spaces_between_special_tokens", "store", "user"}
 NO_EFFECT |= {"verbosity", "session_id", "return_mm_kwargs", "guided_decoding_backend"}
 """Fields that change no answer, neither of the server nor of a replica."""
-HARMLESS: Mapping[str, Any] = {"n": 1, "best_of": 1, "stream": True}
+HARMLESS: Mapping[str, Any] = {
+    "n": 1,
+    "best_of": 1,
+    "stream": True,
+    "no_stop_trim": False,
+    "return_hidden_states": False,
+    "separate_reasoning": True,
+    "stream_reasoning": True,
+}
 """Values of refused fields that say what happens anyway."""
 
 _TEXT = "an answer is a text alone"
@@ -35,6 +43,8 @@ REFUSED: Mapping[str, str] = {
     **dict.fromkeys(("n", "best_of"), f"{_ONE}; send the request several times"),
     **dict.fromkeys(("stream_options", "logprobs", "top_logprobs", "prompt_logprobs"), f"{_TEXT}; {_SERVER}"),
     **dict.fromkeys(("return_token_ids", "return_tokens_as_token_ids", "echo"), f"{_TEXT}; {_SERVER}"),
+    **dict.fromkeys(("separate_reasoning", "stream_reasoning", "return_hidden_states"), f"{_TEXT}; {_SERVER}"),
+    "no_stop_trim": f"{_TEXT}; write include_stop_str_in_output",
     **dict.fromkeys(("tools", "tool_choice", "parallel_tool_calls", "include_reasoning"), f"{_TEXT}; {_SERVER}"),
     **dict.fromkeys(("response_format", "structured_outputs"), f"answers follow no grammar; {_SERVER}"),
     **{f"guided_{kind}": f"answers follow no grammar; {_SERVER}" for kind in ("choice", "grammar", "json", "regex")},
