@@ -8,10 +8,10 @@ The engine serves two layers of the 184-million-parameter shape with random weig
 eight prompts of 64 tokens for one token each; decoding is what a call for 33 tokens takes longer. Beside them, in the
 same process and in turns, are products of NumPy in float32: for prefill one that multiplies, for decoding one that
 reads a matrix of the memory. A number is the processor time of the engine over what such products take for as many
-multiplications, or for as many bytes of weights. The best of all turns counts on both sides, since other programs on
-the machine can only lengthen a turn. The process has one core, so that no thread waits for another. Processors differ
-in what they multiply: numbers are kept for each, and a guard on one that has none says so. What is above the limit is
-measured once more.
+multiplications, or for as many bytes of weights. The best of a kind's turns counts on both sides, since other programs
+on the machine can only lengthen a turn. The process has one core, so that no thread waits for another. Processors
+differ in what they multiply: numbers are kept for each, and a guard on one that has none says so. What is above the
+limit is measured up to four times more, and its best number counts: a change that made it slower is above it each time.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ LIMIT = 1.4
 NUM_LAYERS, VOCAB = 2, 4096
 NUM_PROMPTS, PROMPT_LEN, NEW_TOKENS = 8, 64, 33
 TURNS, MOST_TRIES = 3, 4
+MEASURED_AGAIN = 4
+"""Times that the guard measures what is above the limit once more."""
 _OF_FILES = {"tile_size": 32, "scale_dtype": "float16"}
 KINDS: dict[str, tuple[str, Any, float]] = {
     "float32": ("float32", None, 32),
@@ -96,8 +98,11 @@ class PlainProducts:
         self._weight = rng.standard_normal((1024, 3072), np.float32)
         self._matrix = rng.standard_normal((8192, 2048), np.float32)  # 64 MiB: more than a core's own caches
         self._vector = rng.standard_normal(2048, np.float32)
+        self.forget()
+
+    def forget(self) -> None:
+        """Begins anew with the best of turns."""
         self.product_s = self.byte_s = float("inf")
-        self.turn()
 
     def turn(self) -> None:
         """Times both once."""
@@ -172,6 +177,7 @@ def measured(kinds: Sequence[str], plain: PlainProducts) -> Numbers:
     found = {}
     for name in kinds:
         kind = KindOfWeights(name)
+        plain.forget()
         for _ in range(TURNS):
             plain.turn()
             kind.turn()
@@ -212,7 +218,10 @@ def main() -> None:
     if kept is None:
         print(f"no numbers are kept for the processor {key}: nothing is compared; measure without --guard")
         return
-    if wrong := slower(found, kept):
+    wrong = slower(found, kept)
+    for _ in range(MEASURED_AGAIN):
+        if not wrong:
+            break
         found |= best_of({kind: found[kind] for kind in wrong}, measured(list(wrong), plain))
         wrong = slower(found, kept)
     print("\n".join(line for lines in wrong.values() for line in lines) or f"nothing is above {LIMIT:g} of its number")
