@@ -9,8 +9,8 @@ import typer
 
 from torchax_serve.cli.shared.command import Command
 from torchax_serve.cli.shared.load_options import LoadOptions, option_groups
-from torchax_serve.cli.shared.model_name import check_model, complete_model, refuse_bundle
-from torchax_serve.cli.shared.result_files import check_files, method_of, print_rows
+from torchax_serve.cli.shared.model_name import complete_model
+from torchax_serve.cli.shared.result_files import check_files, model_with, print_rows
 
 
 @option_groups
@@ -32,14 +32,8 @@ def classify(
 
     torchax-serve classify google/vit-base-patch16-224 cat.png dog.jpg
     """
-    check_model(model, load.revision)
-    refuse_bundle(model, "name the model that it was exported from")
     check_files(files)
-    from torchax_serve.cli.chat.interrupts import prompt_interrupts
-    from torchax_serve.cli.shared.load_model import loaded_model
-
-    with loaded_model(model, load) as served, prompt_interrupts(leave_at=1):
-        method = method_of(served, ("classify_images", "classify_audio"), "classify")
+    with model_with(("classify_images", "classify_audio"), "classify", model, load) as (served, method):
         labels = {} if label is None or method == "classify_audio" else {"labels": label}
         if label is not None and not labels:
             from model_adapters.errors import InvalidArgumentError

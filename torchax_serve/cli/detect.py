@@ -10,12 +10,12 @@ import typer
 
 from torchax_serve.cli.shared.command import Command
 from torchax_serve.cli.shared.load_options import LoadOptions, option_groups
-from torchax_serve.cli.shared.model_name import check_model, complete_model, refuse_bundle
+from torchax_serve.cli.shared.model_name import complete_model
 from torchax_serve.cli.shared.result_files import (
     PICTURES,
     check_files,
     check_output,
-    method_of,
+    model_with,
     output_of,
     print_rows,
     save,
@@ -50,16 +50,11 @@ def detect(
     torchax-serve detect facebook/detr-resnet-50 street.jpg --output boxes.png
     """
     require_package("PIL", "detect", extra="images", package="pillow")
-    check_model(model, load.revision)
-    refuse_bundle(model, "name the model that it was exported from")
     check_files(files)
     check_output(output, len(files), PICTURES)
-    from torchax_serve.cli.chat.interrupts import prompt_interrupts
-    from torchax_serve.cli.shared.load_model import loaded_model
     from torchax_serve.cli.shared.terminal import print_note
 
-    with loaded_model(model, load) as served, prompt_interrupts(leave_at=1):
-        method_of(served, ("detect",), "detect")
+    with model_with(("detect",), "detect", model, load) as (served, _):
         from torchax_serve.tasks.images import images_of
 
         images = images_of([str(path) for path in files])

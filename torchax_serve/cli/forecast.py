@@ -11,8 +11,8 @@ import typer
 from model_adapters.errors import InvalidArgumentError
 from torchax_serve.cli.shared.command import Command
 from torchax_serve.cli.shared.load_options import LoadOptions, option_groups
-from torchax_serve.cli.shared.model_name import check_model, complete_model, refuse_bundle
-from torchax_serve.cli.shared.result_files import check_files, method_of, print_rows
+from torchax_serve.cli.shared.model_name import complete_model
+from torchax_serve.cli.shared.result_files import check_files, model_with, print_rows
 
 NUM_SHOWN = 200
 """Values in front of a forecast that its picture shows."""
@@ -43,19 +43,13 @@ def forecast(
 
     torchax-serve forecast google/timesfm-2.0-500m-pytorch sales.csv --column sold --output sales.png
     """
-    check_model(model, load.revision)
-    refuse_bundle(model, "name the model that it was exported from")
     check_files([file])
     series = numbers_of(file, column)
     if output is not None:
         from torchax_serve.profiling.picture import check_plot
 
         check_plot(output)
-    from torchax_serve.cli.chat.interrupts import prompt_interrupts
-    from torchax_serve.cli.shared.load_model import loaded_model
-
-    with loaded_model(model, load) as served, prompt_interrupts(leave_at=1):
-        method_of(served, ("forecast",), "forecast")
+    with model_with(("forecast",), "forecast", model, load) as (served, _):
         found = served.forecast(series, horizon=horizon, frequency=frequency)
     rows = [
         {"mean": float(mean), "quantiles": dict(zip(map(str, found.levels), map(float, each), strict=True))}

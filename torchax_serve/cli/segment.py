@@ -10,12 +10,12 @@ import typer
 
 from torchax_serve.cli.shared.command import Command
 from torchax_serve.cli.shared.load_options import LoadOptions, option_groups
-from torchax_serve.cli.shared.model_name import check_model, complete_model, refuse_bundle
+from torchax_serve.cli.shared.model_name import complete_model
 from torchax_serve.cli.shared.result_files import (
     PICTURES,
     check_files,
     check_output,
-    method_of,
+    model_with,
     output_of,
     print_rows,
     save,
@@ -56,16 +56,11 @@ def segment(
     torchax-serve segment nvidia/segformer-b0-finetuned-ade-512-512 street.jpg --output masks.png
     """
     require_package("PIL", "segment", extra="images", package="pillow")
-    check_model(model, load.revision)
-    refuse_bundle(model, "name the model that it was exported from")
     check_files(files)
     check_output(output, len(files), PICTURES)
-    from torchax_serve.cli.chat.interrupts import prompt_interrupts
-    from torchax_serve.cli.shared.load_model import loaded_model
     from torchax_serve.cli.shared.terminal import print_note
 
-    with loaded_model(model, load) as served, prompt_interrupts(leave_at=1):
-        method_of(served, ("segment",), "segment")
+    with model_with(("segment",), "segment", model, load) as (served, _):
         from torchax_serve.tasks.images import images_of
 
         images = images_of([str(path) for path in files])

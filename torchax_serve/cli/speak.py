@@ -10,8 +10,8 @@ import typer
 from model_adapters.errors import InvalidArgumentError
 from torchax_serve.cli.shared.command import Command
 from torchax_serve.cli.shared.load_options import LoadOptions, option_groups
-from torchax_serve.cli.shared.model_name import check_model, complete_model, refuse_bundle
-from torchax_serve.cli.shared.result_files import check_output, method_of
+from torchax_serve.cli.shared.model_name import complete_model
+from torchax_serve.cli.shared.result_files import check_output, model_with
 from torchax_serve.validation.extras import require_package
 
 ENDINGS = (".wav", ".flac", ".ogg")
@@ -39,15 +39,10 @@ def speak(
     torchax-serve speak facebook/mms-tts-eng "Hello from JAX." --output hello.wav
     """
     require_package("soundfile", "speak", extra="server")
-    check_model(model, load.revision)
-    refuse_bundle(model, "name the model that it was exported from")
     check_output(output, 1, ENDINGS)
-    from torchax_serve.cli.chat.interrupts import prompt_interrupts
-    from torchax_serve.cli.shared.load_model import loaded_model
     from torchax_serve.cli.shared.terminal import print_note
 
-    with loaded_model(model, load) as served, prompt_interrupts(leave_at=1):
-        method_of(served, ("speak",), "speak")
+    with model_with(("speak",), "speak", model, load) as (served, _):
         speech = served.speak(text, seed=seed, speaker=speaker, speaking_rate=speaking_rate)
     import soundfile
 

@@ -51,6 +51,32 @@ def marked_answers(
         raise UnsupportedModelError(
             "answer: expected a fast tokenizer, which says where tokens are in a text, got another; convert it"
         )
+    encoded, inputs = _windows(tokenizer, question, context, max_len=max_len, can_pad=can_pad)
+    found: list[MarkedAnswer] = []
+    for encoding, output in zip(encoded.encodings, run_batches(inputs, forward), strict=True):
+        in_context = np.array([each == 1 for each in encoding.sequence_ids])
+        begin, end = (
+            _softmax(output[name][0][: len(in_context)].float().numpy(), in_context)
+            for name in ("start_logits", "end_logits")
+        )
+        pairs = np.triu(np.outer(begin, end))
+        pairs -= np.triu(pairs, max_answer_len)
+        best = heapq.nlargest(top_k, np.ndindex(pairs.shape), key=lambda pair: pairs[pair])
+        for first, last in best:
+            if pairs[first, last] > 0:
+                start, stop = encoding.offsets[first][0], encoding.offsets[last][1]
+                found.append(MarkedAnswer(context[start:stop], float(pairs[first, last]), start, stop))
+    return sorted(found, key=lambda each: -each.score)[:top_k]
+
+
+def _windows(
+    tokenizer: Any, question: str, context: str, *, max_len: int | None, can_pad: bool
+) -> tuple[Any, list[dict[str, torch.Tensor]]]:
+    """Returns the encoded question and text, and the inputs of each window, int64[1, tokens].
+
+    Raises:
+        InvalidArgumentError: the question leaves no room for the text.
+    """
     cut: dict[str, Any] = {}
     if max_len is not None:
         num_of_question = len(tokenizer(question, "")["input_ids"])
@@ -63,27 +89,12 @@ def marked_answers(
         cut["return_overflowing_tokens"] = True
     padded = {"padding": "longest", "pad_to_multiple_of": PADDED_TO} if can_pad else {}
     encoded = tokenizer(question, context, return_offsets_mapping=True, **cut)
-    windows = range(len(encoded.encodings))
     kept = [name for name in ("input_ids", "token_type_ids", "attention_mask") if name in encoded]
     inputs = []
-    for index in windows:
+    for index in range(len(encoded.encodings)):
         row = {name: (encoded[name][index] if cut else encoded[name]) for name in kept}
         inputs.append(dict(tokenizer.pad([row], return_tensors="pt", **padded)))
-    found: list[MarkedAnswer] = []
-    for index, output in zip(windows, run_batches(inputs, forward), strict=True):
-        encoding = encoded.encodings[index]
-        in_context = np.array([each == 1 for each in encoding.sequence_ids])
-        begin, end = (
-            _softmax(output[name][0][: len(in_context)].float().numpy(), in_context)
-            for name in ("start_logits", "end_logits")
-        )
-        pairs = np.triu(np.outer(begin, end)) - np.triu(np.outer(begin, end), max_answer_len)
-        best = heapq.nlargest(top_k, np.ndindex(pairs.shape), key=lambda pair: pairs[pair])
-        for first, last in best:
-            if pairs[first, last] > 0:
-                start, stop = encoding.offsets[first][0], encoding.offsets[last][1]
-                found.append(MarkedAnswer(context[start:stop], float(pairs[first, last]), start, stop))
-    return sorted(found, key=lambda each: -each.score)[:top_k]
+    return encoded, inputs
 
 
 def _softmax(logits: np.ndarray, is_kept: np.ndarray) -> np.ndarray:

@@ -1,13 +1,16 @@
-"""Files of commands that read images or sound: which are read, and what is drawn of results."""
+"""Commands of further tasks: their checks, their model, and what is drawn of results."""
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from model_adapters.errors import InvalidArgumentError, UnsupportedModelError
+from torchax_serve.cli.shared.load_options import LoadOptions
+from torchax_serve.cli.shared.model_name import check_model, refuse_bundle
 
 PICTURES = (".png", ".jpg", ".jpeg", ".webp")
 _COLOURS = ((230, 57, 70), (29, 120, 200), (42, 157, 80), (240, 160, 20), (131, 56, 200), (0, 150, 160), (120, 80, 40))
@@ -45,20 +48,27 @@ def output_of(output: Path, file: Path, ending: str) -> Path:
     return output / f"{file.stem}{ending}" if output.is_dir() else output
 
 
-def method_of(served: Any, names: Sequence[str], command: str) -> str:
-    """Returns the first of the methods `names` that a model has.
+@contextlib.contextmanager
+def model_with(names: Sequence[str], command: str, model: str, load: LoadOptions) -> Iterator[tuple[Any, str]]:
+    """Yields a loaded model and the first of the methods `names` that it has; Ctrl-C ends it.
 
     Raises:
         UnsupportedModelError: it has none of them; the message says what it has.
     """
-    methods = getattr(served, "methods", ())
-    found = next((name for name in names if name in methods), None)
-    if found is None:
-        known = ", ".join(methods) or "those of a model of texts"
-        raise UnsupportedModelError(
-            f"{command}: expected a model with {' or '.join(names)}, got {served.name}, whose methods are {known}"
-        )
-    return found
+    from torchax_serve.cli.chat.interrupts import prompt_interrupts
+    from torchax_serve.cli.shared.load_model import loaded_model
+
+    check_model(model, load.revision)
+    refuse_bundle(model, "name the model that it was exported from")
+    with loaded_model(model, load) as served, prompt_interrupts(leave_at=1):
+        methods = getattr(served, "methods", ())
+        found = next((name for name in names if name in methods), None)
+        if found is None:
+            known = ", ".join(methods) or "those of a model of texts"
+            raise UnsupportedModelError(
+                f"{command}: expected a model with {' or '.join(names)}, got {served.name}, whose methods are {known}"
+            )
+        yield served, found
 
 
 def print_rows(rows: Sequence[dict[str, Any]], lines: Sequence[str], *, as_json: bool) -> None:
