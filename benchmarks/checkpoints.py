@@ -13,8 +13,8 @@ import importlib.metadata
 import time
 from pathlib import Path
 
-from torchax_serve.parity import models_page, sweep
-from torchax_serve.parity.tasks import CHECKPOINTS
+from parity_sweep import models_page, sweep
+from torchax_serve.parity.tasks import CHECKPOINTS, read
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "torchax_serve" / "parity" / "results" / CHECKPOINTS
@@ -34,7 +34,7 @@ def main():
         parser.error(f"names: expected configurations in {arguments.folder}, got {', '.join(unknown)}")
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"transformers-{VERSIONS['transformers']}.json"
-    known = models_page.read(path)[1] if path.exists() else {}
+    known = read(path)[1] if path.exists() else {}
     began = time.monotonic()
     chosen = [
         str(file)

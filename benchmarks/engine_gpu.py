@@ -25,8 +25,8 @@ import jax
 import numpy as np
 import torch
 import transformers
-from serving_peers.roofline import kv_token_bytes, num_weights
 
+from serving_peers.roofline import kv_token_bytes, num_weights
 from torchax_serve import EngineOptions, SamplingParams, serve
 
 

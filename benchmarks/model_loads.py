@@ -25,9 +25,9 @@ from pathlib import Path
 import httpx
 import numpy as np
 import psutil
-from server import free_port, is_ready
 
 from model_adapters.loading.model_source import EMBEDDED
+from server import free_port, is_ready
 
 ROOT = Path(__file__).resolve().parents[1]
 SHAPE = ROOT / "benchmarks" / "shapes" / "qwen3-184m.json"

@@ -18,8 +18,8 @@ import time
 from importlib.util import find_spec
 from pathlib import Path
 
-from torchax_serve.parity import changed_types, models_page, sweep
-from torchax_serve.parity.tasks import CAUSAL, CHECKPOINTS, TASKS
+from parity_sweep import changed_types, checks, models_page, sweep
+from torchax_serve.parity.tasks import CAUSAL, CHECKPOINTS, TASKS, shipped
 
 ROOT = Path(__file__).resolve().parents[1]
 VERSIONS = {name: importlib.metadata.version(name) for name in ("transformers", "torch", "jax", "torchax")}
@@ -38,7 +38,7 @@ def main():
     parser.add_argument("--diff", type=Path, metavar="FILE", help="with --part, also the types that this diff names")
     parser.add_argument("--workers", type=int, default=2, help="processes")
     arguments = parser.parse_args()
-    types = arguments.types or TASKS[arguments.task].types()
+    types = arguments.types or checks.names_of(arguments.task)
     for option in ("since", "diff"):
         if getattr(arguments, option) is not None and arguments.part is None:
             parser.error(f"--{option}: expected together with --part, got it alone; add --part")
@@ -98,7 +98,7 @@ def say(result, began):
 
 def check_part(types, task, num_workers):
     """0 if every type ends as in the table."""
-    _, known = models_page.shipped(task, VERSIONS["transformers"])
+    _, known = shipped(task, VERSIONS["transformers"])
     for name in sorted(set(types) & set(known)):
         if missing := [each for each in known[name].packages if find_spec(each.partition(" ")[0]) is None]:
             types = [each for each in types if each != name]

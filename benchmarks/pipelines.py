@@ -13,9 +13,8 @@ import importlib.metadata
 import time
 from pathlib import Path
 
+from parity_sweep import models_page, pipelines_table, sweep
 from pipeline_parity import check
-
-from torchax_serve.parity import models_page, pipelines_table, sweep
 
 ROOT = Path(__file__).resolve().parents[1]
 VERSIONS = {name: importlib.metadata.version(name) for name in ("diffusers", "transformers", "torch", "jax", "torchax")}

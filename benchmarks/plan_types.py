@@ -34,9 +34,9 @@ def run_in(model_type, dtype, prefill_lens):
     import transformers
 
     from model_adapters.loading.model_class import module_of
+    from parity_sweep.tiny.config import tiny_config
+    from parity_sweep.tiny.models import causal_class
     from torchax_serve.parity.result import error_line
-    from torchax_serve.parity.tiny.config import tiny_config
-    from torchax_serve.parity.tiny.models import causal_class
     from torchax_serve.planning.plan import PlanRequest, make_plan
 
     began = time.perf_counter()

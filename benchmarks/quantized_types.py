@@ -37,7 +37,7 @@ def check(model_type, preset):
 
     from model_adapters.errors import UnsupportedModelError
     from model_adapters.quantization.rules import PRESETS, parse_rules
-    from torchax_serve.parity.tiny.models import prompts, rows_of, tiny_model
+    from parity_sweep.tiny.models import prompts, rows_of, tiny_model
 
     try:
         model = tiny_model(model_type)
@@ -95,7 +95,7 @@ def jax_to_numpy(array):
 def work(connection, preset):
     """Runs the loop of a worker process."""
     warnings.filterwarnings("ignore")
-    from torchax_serve.parity import sweep
+    from parity_sweep import sweep
     from torchax_serve.parity.result import Result
 
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {sweep.QUICK_COMPILATION}"
@@ -124,9 +124,10 @@ def main():
     parser.add_argument("--time-limit", type=float, default=300, help="seconds for one type")
     parser.add_argument("--workers", type=int, default=2, help="processes")
     options = parser.parse_args()
-    from torchax_serve.parity import sweep
+    from parity_sweep import sweep
+    from torchax_serve.parity.tasks import CAUSAL, TASKS
 
-    types = options.types or sweep.causal_types()
+    types = options.types or TASKS[CAUSAL].types()
     types = types if options.third is None else types[options.third - 1 :: 3]
     versions = {name: importlib.metadata.version(name) for name in ("transformers", "torch", "jax")}
     stored = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}

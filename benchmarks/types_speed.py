@@ -186,9 +186,8 @@ def show(options: argparse.Namespace) -> None:
 
 def write_pages(options: argparse.Namespace) -> None:
     """Writes the documents that show rows, and the file in the package that one of them reads."""
+    from parity_sweep import models_page, speed_table
     from serving_peers.performance_page import page
-
-    from torchax_serve.parity import models_page, speed_table
 
     rows.tidy(options.results)
     found = pages.Results.of(rows.read(options.results).values())

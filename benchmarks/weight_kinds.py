@@ -205,7 +205,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args()
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})  # before JAX and NumPy make their threads
-    from torchax_serve.parity.sweep import QUICK_COMPILATION
+    from parity_sweep.sweep import QUICK_COMPILATION
 
     # Programs are compiled by the quickest settings, which takes half of the time: products are the kernels' anyway.
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {QUICK_COMPILATION}"

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, settings
 from shared_programs import programs_are_shared, pytest_runtest_protocol, pytest_unconfigure  # noqa: F401
 from thorough import is_in_part, part
 
-from torchax_serve.parity.sweep import QUICK_COMPILATION
+from parity_sweep.sweep import QUICK_COMPILATION
 
 # Machines are slow at times: an example that takes long is no fault. A run that fails can be run again.
 settings.register_profile("tests", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])

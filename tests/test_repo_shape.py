@@ -70,9 +70,6 @@ COMPANIONS = {
     "torchax_serve.cli.chat.completion",
     "torchax_serve.compilation.locations",
     "torchax_serve.compilation.native_calls",
-    "torchax_serve.parity.pool_copies",
-    "torchax_serve.parity.speed_table",
-    "torchax_serve.parity.starts_table",
     "torchax_serve.planning.gpu_targets",
     "torchax_serve.sampling.grammar_check",
     "torchax_serve.server.loop_lag",
@@ -99,11 +96,6 @@ READERS_OF_PRIVATE = {
     "torchax_serve.generation.single_request._forward_request",
     "torchax_serve.generation.single_request.single_request",
     "torchax_serve.multimodal.processor.processor_of",
-    "torchax_serve.parity.check_encoder._classified",
-    "torchax_serve.parity.check_engine._why_no_prompt",
-    "torchax_serve.parity.check_engine.on_engine",
-    "torchax_serve.parity.pool_copies.check_pools",
-    "torchax_serve.parity.starts._executables_of",
 }
 # Private in name only (of every named tuple), or of other libraries, whose classes ours stand for.
 OF_OTHERS = {"_asdict", "_fields", "_field_defaults", "_make", "_replace"}

@@ -17,11 +17,11 @@ from model_adapters.bridge import views
 from model_adapters.loading.model_class import module_of
 from model_adapters.sharding.model_sharding import head_counts
 from model_adapters.sharding.rule_selection import rules_for
+from parity_sweep.tiny.images import image_model
 from sharding_rules import HeadCounts, Rule, RuleTable, ShardingRuleError, place
 from sharding_rules.hf_tp_plans import WORDS, rules_from_tp_plan
 from sharding_rules.layout import ZERO, fused_dim, layout_heads, padded_units, take
 from sharding_rules.shape_inference import infer_rules
-from torchax_serve.parity.tiny.images import image_model
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8}

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import numpy as np
 
-from torchax_serve.parity.pipelines_table import SENSITIVE
+from parity_sweep.pipelines_table import SENSITIVE
+from parity_sweep.sweep import QUICK_COMPILATION
 from torchax_serve.parity.result import PASSED, Result, error_line
-from torchax_serve.parity.sweep import QUICK_COMPILATION
 
 TOLERANCE = 1e-3
 """Largest difference of images, whose values are from 0 to 1; relative to the largest value of other outputs."""

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil  # type: ignore[import-untyped]
-from generate import TARGET_SHAPE, keep_kernels, write_checkpoint
 
+from generate import TARGET_SHAPE, keep_kernels, write_checkpoint
 from serving_peers import measures
 from serving_peers.conversion import converted, write_tokenizer
 from serving_peers.environments import base_python, record_of

@@ -8,10 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from speed_of_types.pages import section as types_section
-
 from serving_peers.curve_pictures import PANELS
 from serving_peers.variants import NAMES, UNQUANTIZED
+from speed_of_types.pages import section as types_section
 
 INTRODUCTION = """# Performance
 

@@ -14,16 +14,15 @@ import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
+from parity_sweep.tiny.audio import CONFIGS as AUDIO_CONFIGS
+from parity_sweep.tiny.audio import audio_inputs, is_audio_type
+from parity_sweep.tiny.config import SPECIAL_IDS, config_of_two, is_of_two, tiny_config
+from parity_sweep.tiny.images import image_config, image_text_class, inputs_of
+from parity_sweep.tiny.media_prompts import batched
+from parity_sweep.tiny.models import _config_for, causal_class, num_codebooks
 from speed_of_types.sizes import enlarged
-from torchax_serve.parity import models_page
 from torchax_serve.parity.result import Result
-from torchax_serve.parity.tasks import TASKS
-from torchax_serve.parity.tiny.audio import CONFIGS as AUDIO_CONFIGS
-from torchax_serve.parity.tiny.audio import audio_inputs, is_audio_type
-from torchax_serve.parity.tiny.config import SPECIAL_IDS, config_of_two, is_of_two, tiny_config
-from torchax_serve.parity.tiny.images import image_config, image_text_class, inputs_of
-from torchax_serve.parity.tiny.media_prompts import batched
-from torchax_serve.parity.tiny.models import _config_for, causal_class, num_codebooks
+from torchax_serve.parity.tasks import TASKS, shipped
 
 PROMPT_LEN, NEW_TOKENS = 64, 32
 FIRST_ID, LAST_ID = 200, 4000
@@ -44,7 +43,7 @@ Inputs = dict[str, Any]
 
 @functools.cache
 def _results(task: str) -> dict[str, Result]:
-    return models_page.shipped(task, transformers.__version__)[1]
+    return shipped(task, transformers.__version__)[1]
 
 
 @dataclasses.dataclass(frozen=True)

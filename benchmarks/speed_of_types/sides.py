@@ -10,10 +10,10 @@ from typing import Any, Protocol
 import torch
 from transformers import PreTrainedModel
 
+from parity_sweep.check_causal import executor_of
 from speed_of_types.cases import Inputs
 from torchax_serve import SamplingParams, serve, to_jax
 from torchax_serve.entrypoints.served_model import ServedModel
-from torchax_serve.parity.check_causal import executor_of
 from torchax_serve.runtime.model_generate import overrides_generate
 
 EAGER, ENGINE, DROP_IN = "eager", "engine", "drop-in"

@@ -2,18 +2,17 @@
 
 import dataclasses
 import json
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
+import curves
+from serving_peers.curve_pictures import PANELS, draw, label_of, series_of
+from serving_peers.jobs import JobResult, Trace
+from serving_peers.performance_page import page
+
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
-import curves  # noqa: E402  # a script
-from serving_peers.curve_pictures import PANELS, draw, label_of, series_of  # noqa: E402
-from serving_peers.jobs import JobResult, Trace  # noqa: E402
-from serving_peers.performance_page import page  # noqa: E402
 
 MACHINE = {"cpu": "a processor", "num_cores": 2, "versions": {"jax": "1"}, "date": "today"}
 

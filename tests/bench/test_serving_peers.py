@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-sys.path[:0] = [str(BENCHMARKS), str(BENCHMARKS.parent / "tests" / "loading" / "formats")]
-import serving  # noqa: E402  # a script
+sys.path.insert(0, str(BENCHMARKS.parent / "tests" / "loading" / "formats"))
 from gguf_files import tiny_model, write_gguf  # noqa: E402
+
+import serving  # noqa: E402  # a script
 from serving_peers import environments, llama_engine, variants  # noqa: E402
 from serving_peers.bench import OURS, UNQUANTIZED, Bench  # noqa: E402
 from serving_peers.conversion import with_end_of_text, write_tokenizer  # noqa: E402

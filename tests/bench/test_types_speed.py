@@ -2,23 +2,21 @@
 
 import argparse
 import json
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from thorough import except_for
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
-import types_speed  # noqa: E402  # a script
-from speed_of_types import pages, processes, rows  # noqa: E402
-from speed_of_types.cases import TypeCase, all_cases, named  # noqa: E402
-from speed_of_types.measure import MeasuredSide, agreement  # noqa: E402
-from speed_of_types.sizes import enlarged  # noqa: E402
+import types_speed
+from parity_sweep import models_page, speed_table
+from parity_sweep.tiny.models import _config_for
+from speed_of_types import pages, processes, rows
+from speed_of_types.cases import TypeCase, all_cases, named
+from speed_of_types.measure import MeasuredSide, agreement
+from speed_of_types.sizes import enlarged
 
-from torchax_serve.parity import models_page, speed_table  # noqa: E402
-from torchax_serve.parity.tiny.models import _config_for  # noqa: E402
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 ONE_OF_A_KIND = (
     "causal:qwen3",

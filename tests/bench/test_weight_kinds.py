@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+import weight_kinds
+
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
-import weight_kinds  # noqa: E402  # a script
 
 INTEL = """\
 processor\t: 0

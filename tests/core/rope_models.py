@@ -8,7 +8,7 @@ import transformers
 from tiny_models import VOCAB_SIZE
 from weights import draw_matrices
 
-from torchax_serve.parity.tiny.rope_types import BORDER, with_rope
+from parity_sweep.tiny.rope_types import BORDER, with_rope
 
 FAMILIES = {
     "llama": {},

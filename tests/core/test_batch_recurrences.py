@@ -18,8 +18,8 @@ from model_adapters.bridge.views import computing, jax_view, torch_view
 from model_adapters.ops import registry
 from model_adapters.program.batch_recurrences import lightning_attention, of_batch, tracing
 from model_adapters.program.model_program import CallSpec
+from parity_sweep.tiny.models import tiny_model
 from torchax_serve import to_jax
-from torchax_serve.parity.tiny.models import tiny_model
 
 BATCH, LENGTH = 3, 70
 TYPES = {

@@ -16,9 +16,9 @@ from model_adapters.bridge.views import jax_view, torch_view
 from model_adapters.caches.compressed_layer import CompressedLayer
 from model_adapters.caches.device_cache import TraceCache, empty_layers
 from model_adapters.caches.layers import IndexedLayer
+from parity_sweep.tiny.config import tiny_config
+from parity_sweep.tiny.models import causal_class, random_model
 from torchax_serve import to_jax
-from torchax_serve.parity.tiny.config import tiny_config
-from torchax_serve.parity.tiny.models import causal_class, random_model
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 KINDS = {"heavily_compressed_attention": DeepseekV4HCACache, "compressed_sparse_attention": DeepseekV4CSACache}

@@ -5,8 +5,8 @@ import pytest
 import torch
 import transformers
 
+from parity_sweep.tiny.config import tiny_config
 from torchax_serve import UnsupportedModelError, serve
-from torchax_serve.parity.tiny.config import tiny_config
 
 IDS = torch.tensor([[3, 4, 5, 6]])
 

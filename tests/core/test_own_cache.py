@@ -18,9 +18,9 @@ from transformers.models.big_bird import modeling_big_bird
 from model_adapters.attention import additive_mask, torchax_attention
 from model_adapters.bridge.views import jax_view, to_jax_array, to_torch_tensor, torch_view
 from model_adapters.errors import InvalidArgumentError, UnsupportedModelError
+from parity_sweep.tiny.config import tiny_config
+from parity_sweep.tiny.models import causal_class, random_model, tiny_model
 from torchax_serve import serve, to_jax
-from torchax_serve.parity.tiny.config import tiny_config
-from torchax_serve.parity.tiny.models import causal_class, random_model, tiny_model
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 IDS = torch.tensor([[50, 74, 34, 13, 23]])

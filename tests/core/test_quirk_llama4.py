@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from model_adapters.ops import registry
+from parity_sweep.tiny.config import tiny_config
+from parity_sweep.tiny.models import causal_class, random_model
 from torchax_serve import to_jax
-from torchax_serve.parity.tiny.config import tiny_config
-from torchax_serve.parity.tiny.models import causal_class, random_model
 
 
 @pytest.mark.parametrize("num_chosen", [1, 2])

@@ -5,7 +5,7 @@ import torch
 from transformers.models.qwen4_exp.modeling_qwen4_exp import Qwen4ExpTextQSAIndexer, Qwen4ExpTextRotaryEmbedding
 
 from model_adapters.quirks.qwen4_exp import QUIRK
-from torchax_serve.parity.tiny.config import tiny_config
+from parity_sweep.tiny.config import tiny_config
 
 
 @pytest.mark.parametrize("num_keys", [1, 3, 4, 23])

@@ -12,8 +12,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES, mo
 from model_adapters import quirks
 from model_adapters.quirks.quirk import Quirk
 from torchax_serve.cli.shared.parity_status import quirk_of_type
-from torchax_serve.parity import models_page
-from torchax_serve.parity.tasks import TASKS
+from torchax_serve.parity.tasks import TASKS, all_shipped
 
 ROOT = Path(__file__).parents[2]
 FILES = {name: importlib.import_module(f"model_adapters.quirks.{name}") for name in quirks.names()}
@@ -24,7 +23,7 @@ def folders_of_transformers():
     """Folders of modeling code, of the installed version and of all that the shipped results are of."""
     types = set(CONFIG_MAPPING_NAMES)
     for task in TASKS:
-        for _, results in models_page.all_shipped(task):
+        for _, results in all_shipped(task):
             types |= set(results)
     return {model_type_to_module_name(name) for name in types}
 

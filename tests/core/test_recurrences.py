@@ -9,9 +9,9 @@ import torch
 from thorough import except_for
 
 from model_adapters.program.model_program import CallSpec
+from parity_sweep.tiny.config import tiny_config
+from parity_sweep.tiny.models import causal_class, random_model
 from torchax_serve import to_jax
-from torchax_serve.parity.tiny.config import tiny_config
-from torchax_serve.parity.tiny.models import causal_class, random_model
 
 TYPES = ("mamba", "falcon_mamba", "jamba", "zamba", "rwkv", "recurrent_gemma")
 LENGTHS = (9, 33)

@@ -10,8 +10,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.program.position_limits import has_end, max_positions
+from parity_sweep.tiny.rope_types import BORDER, KINDS, LEGACY, LENGTH_DEPENDENT, MAX_POSITIONS, with_rope
 from torchax_serve import to_jax
-from torchax_serve.parity.tiny.rope_types import BORDER, KINDS, LEGACY, LENGTH_DEPENDENT, MAX_POSITIONS, with_rope
 
 BY_LENGTH = [
     ("llama", "longrope"),

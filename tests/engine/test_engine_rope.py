@@ -13,8 +13,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "core"))
 from engine_requests import engine_request
 from rope_models import LENS, NUM_NEW, answers, prompt, rope_model
 
+from parity_sweep.tiny.rope_types import BORDER
 from torchax_serve import EngineOptions, serve
-from torchax_serve.parity.tiny.rope_types import BORDER
 
 PAGE_LEN = 4
 OPTIONS = EngineOptions(

@@ -8,10 +8,10 @@ import torch
 from thorough import thorough
 
 from model_adapters.ops import registry
+from parity_sweep.tiny.config import tiny_config
+from parity_sweep.tiny.models import causal_class, random_model
 from torchax_serve import EngineOptions, SamplingParams, serve, to_jax
 from torchax_serve.compilation.executable_cache import CachedFunction
-from torchax_serve.parity.tiny.config import tiny_config
-from torchax_serve.parity.tiny.models import causal_class, random_model
 
 ENGINE = EngineOptions(max_model_len=24, max_num_seqs=2, page_size=4, max_num_batched_tokens=16)
 SIZES = {  # shapes that no other array has

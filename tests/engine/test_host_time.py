@@ -10,10 +10,10 @@ import pytest
 import torch
 import transformers
 
+from simulated_accelerator import Accelerator, Costs
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 SCRIPT = REPOSITORY / "benchmarks" / "host_overhead.py"
-sys.path.insert(0, str(SCRIPT.parent))
-from simulated_accelerator import Accelerator, Costs  # noqa: E402  # beside the script
 
 SHAPE = json.loads((SCRIPT.parent / "shapes" / "llama-8b.json").read_text())
 

@@ -8,8 +8,8 @@ from adapter_models import PeftModels
 from thorough import except_for
 
 from model_adapters.errors import UnsupportedModelError
+from parity_sweep.tiny.images import image_model, inputs_of
 from torchax_serve import EngineOptions, SamplingParams, serve
-from torchax_serve.parity.tiny.images import image_model, inputs_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 NEW = 6

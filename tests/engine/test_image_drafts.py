@@ -7,8 +7,8 @@ import torch
 from draft_head_oracle import PrefixedMtp
 from thorough import thorough
 
+from parity_sweep.tiny.images import image_model, inputs_of
 from torchax_serve import EngineOptions, SamplingParams, serve
-from torchax_serve.parity.tiny.images import image_model, inputs_of
 
 SIZES = EngineOptions(max_model_len=64, max_num_seqs=4, page_size=4, max_num_batched_tokens=32)
 TEXT = [4, 5, 6, 7] * 3

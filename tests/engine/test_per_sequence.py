@@ -20,6 +20,7 @@ from model_adapters.caches.packed_batch import NotPackableError
 from model_adapters.errors import InvalidArgumentError, OutOfMemoryError, UnsupportedModelError
 from model_adapters.quirks import mamba
 from model_adapters.quirks.quirk import Quirk
+from parity_sweep.tiny.config import tiny_config
 from torchax_serve import serve, to_jax
 from torchax_serve.engine.factory import build_engine
 from torchax_serve.engine.options import EngineOptions
@@ -31,7 +32,6 @@ from torchax_serve.executors.per_sequence.forward import SequenceForward
 from torchax_serve.kv_cache import cache_layout, memory
 from torchax_serve.kv_cache.pools import PagedLayerSpec
 from torchax_serve.kv_cache.slot_states import gather, scatter
-from torchax_serve.parity.tiny.config import tiny_config
 from torchax_serve.sampling_params import SamplingParams
 from torchax_serve.scheduler import PlanRow
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from thorough import except_for
 
+from parity_sweep.pool_copies import check_pools, passes_of
+from parity_sweep.tiny.models import prompts, tiny_model
 from torchax_serve import EngineOptions, SamplingParams, serve
-from torchax_serve.parity.pool_copies import check_pools, passes_of
-from torchax_serve.parity.tiny.models import prompts, tiny_model
 
 ENGINE = EngineOptions(
     max_num_seqs=4, page_size=4, kv_cache_memory_bytes=1 << 20, max_model_len=64, max_num_batched_tokens=16

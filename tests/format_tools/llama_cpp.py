@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
 
 from quantized_quality import LlamaCpp  # noqa: E402
 

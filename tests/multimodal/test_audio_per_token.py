@@ -14,8 +14,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from parity_sweep.tiny.audio import audio_inputs, audio_model
 from torchax_serve import UnsupportedArgumentError, UnsupportedModelError, serve
-from torchax_serve.parity.tiny.audio import audio_inputs, audio_model
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 GREEDY = {"max_new_tokens": 12, "do_sample": False}

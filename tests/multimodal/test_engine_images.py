@@ -10,9 +10,9 @@ from model_adapters.bridge.views import torch_view
 from model_adapters.caches.packed_batch import NotPackableError
 from model_adapters.errors import InvalidArgumentError, UnsupportedModelError
 from model_adapters.program import media
+from parity_sweep.tiny.images import image_model, inputs_of
 from torchax_serve import EngineOptions, serve
 from torchax_serve.executors import choice
-from torchax_serve.parity.tiny.images import image_model, inputs_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 NEW = 6

@@ -11,9 +11,9 @@ from transformers import (
     VibeVoiceAsrProcessor,
 )
 
+from parity_sweep.tiny import audio
 from torchax_serve import SamplingParams, UnsupportedArgumentError, serve
 from torchax_serve.multimodal import processor_of
-from torchax_serve.parity.tiny import audio
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 RATE = 24_000

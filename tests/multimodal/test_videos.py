@@ -10,10 +10,10 @@ import torch
 from PIL import Image
 
 from model_adapters.errors import InvalidArgumentError, UnsupportedArgumentError, UnsupportedModelError
+from parity_sweep.tiny.images import image_model, inputs_of
 from torchax_serve import EngineOptions, serve
 from torchax_serve.multimodal.processor import media_inputs
 from torchax_serve.multimodal.video import MOST_PIXELS, checked_frames, metadata_of
-from torchax_serve.parity.tiny.images import image_model, inputs_of
 from torchax_serve.text.messages import checked_conversation
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")

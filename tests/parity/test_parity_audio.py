@@ -2,20 +2,21 @@
 
 import pytest
 
-from torchax_serve.parity import models_page, tasks
+from parity_sweep import checks
+from torchax_serve.parity.tasks import shipped
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 
 
 @pytest.mark.thorough
 def test_audio_of_different_lengths_in_one_batch():
-    result = tasks.TASKS["speech"].check("granite_speech")
+    result = checks.check("speech", "granite_speech")
     assert (result.status, result.executor) == ("passed", "packed"), result
     assert result.padded_equal and result.engine_equal, result
 
 
 def test_types_run_on_the_engine_or_say_why_not():
-    _, results = models_page.shipped("speech")
+    _, results = shipped("speech")
     passed = [result for result in results.values() if result.status == "passed"]
     assert len(passed) >= 18
     for result in passed:

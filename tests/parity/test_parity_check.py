@@ -14,11 +14,12 @@ from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from model_adapters.errors import UnsupportedModelError
-from torchax_serve.parity import check_causal, models_page, sweep, tasks
-from torchax_serve.parity.tiny import models
-from torchax_serve.parity.tiny.config import MAX_LAYERS, tiny_config
+from parity_sweep import check_causal, sweep
+from parity_sweep.tiny import models
+from parity_sweep.tiny.config import MAX_LAYERS, tiny_config
+from torchax_serve.parity import tasks
 
-_, SHIPPED = models_page.shipped()
+_, SHIPPED = tasks.shipped()
 # One type for each executor, among them a right-aligned cache and none at all.
 HANDFUL = ("qwen3", "gpt_neo", "openai-gpt")  # and a twelfth of all in `.ci/run`
 
@@ -87,7 +88,7 @@ def expert_classes(task, model_type, config):
 
 def test_tiny_config_keeps_every_layer_kind():
     checked = 0
-    for model_type in sweep.causal_types():
+    for model_type in tasks.TASKS[tasks.CAUSAL].types():
         try:
             tiny = tiny_config(model_type).get_text_config()
             default = CONFIG_MAPPING[model_type]().get_text_config()
@@ -136,7 +137,7 @@ def test_update_continues_stored_results(tmp_path):
 
     assert sorted(run(["a", "b"], work=breaking_worker.work)) == ["a", "b"]
     assert run(["a", "b", "c"], work=breaking_worker.work) == ["c"]
-    assert list(models_page.read(path)[1]) == ["a", "b", "c"]
+    assert list(tasks.read(path)[1]) == ["a", "b", "c"]
 
 
 def test_full_sweep_time_is_stored(tmp_path):

@@ -8,11 +8,11 @@ import transformers
 from thorough import except_for
 from transformers.models.auto import modeling_auto
 
-from torchax_serve.parity import check_head, heads_table, models_page
-from torchax_serve.parity.tasks import HEADS
-from torchax_serve.parity.tiny.heads import head_config
+from parity_sweep import check_head, heads_table
+from parity_sweep.tiny.heads import head_config
+from torchax_serve.parity.tasks import HEADS, shipped
 
-_, SHIPPED = models_page.shipped(HEADS)
+_, SHIPPED = shipped(HEADS)
 HANDFUL = (
     "levit: image classification",  # a memo of an attribute
     "dinov3_vit: image",  # one of transformers' decorator
@@ -30,7 +30,7 @@ def test_head_passes(name):
 
 
 def test_results_are_of_the_heads_that_transformers_has():
-    if models_page.shipped(HEADS)[0]["transformers"] == transformers.__version__:
+    if shipped(HEADS)[0]["transformers"] == transformers.__version__:
         assert set(SHIPPED) == set(check_head.names())
 
 

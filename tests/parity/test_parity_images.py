@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from model_adapters.errors import UnsupportedModelError
-from torchax_serve.parity import check_images, models_page, tasks
-from torchax_serve.parity.tiny import images, media_prompts
+from parity_sweep import check_images, models_page
+from parity_sweep.tiny import images, media_prompts
+from torchax_serve.parity import tasks
 
 # Grids read on the host; images left out by their values. The rest of the mapping is checked by the sweep.
 HANDFUL = ("qwen2_5_vl", "idefics3")
@@ -39,7 +40,7 @@ def test_model_that_ignores_images_is_refused(monkeypatch):
 
 
 def test_passed_types_were_compared():
-    _, results = models_page.shipped("images")
+    _, results = tasks.shipped("images")
     assert set(results) <= set(tasks.TASKS["images"].types())
     assert len(results) > 80
     passed = [result for result in results.values() if result.status == "passed"]

@@ -8,20 +8,19 @@ import transformers
 from packaging.version import Version
 
 from model_adapters.loading.short_names import SHORT_NAMES
-from torchax_serve.parity import changed_types, checkpoints_table, models_page
+from parity_sweep import changed_types, checkpoints_table, models_page
 from torchax_serve.parity.known_failures import NOT_PACKED, OLDER
 from torchax_serve.parity.result import Result
-from torchax_serve.parity.sweep import causal_types
-from torchax_serve.parity.tasks import CHECKPOINTS
+from torchax_serve.parity.tasks import CAUSAL, CHECKPOINTS, TASKS, all_shipped, shipped
 
 ROOT = Path(__file__).resolve().parents[2]
-SWEEPS = {versions["transformers"]: results for versions, results in models_page.all_shipped()}
+SWEEPS = {versions["transformers"]: results for versions, results in all_shipped()}
 
 
 def test_results_are_of_the_types_that_transformers_has():
     installed = transformers.__version__
     if installed in SWEEPS:
-        assert set(SWEEPS[installed]) == set(causal_types())
+        assert set(SWEEPS[installed]) == set(TASKS[CAUSAL].types())
     else:  # an older one than the newest that was swept: a newer one is swept before it is allowed
         assert Version(installed) < max(map(Version, SWEEPS))
 
@@ -88,7 +87,7 @@ def test_differences_between_transformers_versions():
 
 
 def test_causes_belong_to_types_with_another_outcome():
-    newest = models_page.shipped()[1]
+    newest = shipped()[1]
     for version, causes in OLDER.items():
         for name in causes:
             older = SWEEPS[version][name]
@@ -97,12 +96,12 @@ def test_causes_belong_to_types_with_another_outcome():
 
 def test_sweep_of_the_installed_version():
     for version, results in SWEEPS.items():
-        assert models_page.shipped(transformers=version)[1] == results
-    assert models_page.shipped(transformers="0.1") == models_page.shipped()
+        assert shipped(transformers=version)[1] == results
+    assert shipped(transformers="0.1") == shipped()
 
 
 def test_checkpoints_of_short_names_pass_and_written_configurations_are_marked():
-    results = models_page.shipped(CHECKPOINTS)[1]
+    results = shipped(CHECKPOINTS)[1]
     named = [checkpoints_table.file_name(each.hub_id) for each in SHORT_NAMES.values()]
     assert {name: results[name].status for name in named} == dict.fromkeys(named, "passed")
     assert results.keys() >= checkpoints_table.WRITTEN

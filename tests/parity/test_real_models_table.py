@@ -1,6 +1,6 @@
 """The table of real models: runs of parts add up, and another release of a library begins anew."""
 
-from torchax_serve.parity import real_models
+from parity_sweep import real_models
 
 
 def test_findings_of_runs_are_merged_and_documented(tmp_path, monkeypatch):

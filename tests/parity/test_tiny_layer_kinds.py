@@ -10,8 +10,8 @@ import pytest
 from transformers import configuration_utils
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from torchax_serve.parity import sweep
-from torchax_serve.parity.tiny.config import tiny_config
+from parity_sweep.tiny.config import tiny_config
+from torchax_serve.parity.tasks import CAUSAL, TASKS
 
 KINDS = frozenset(configuration_utils.ALLOWED_LAYER_TYPES)
 LISTS = {"layer_types": ("layer_types", "layers_block_type"), "mlp_layer_types": ("mlp_layer_types",)}
@@ -84,7 +84,7 @@ def text_config(model_type):
 
 def test_every_kind_of_layer_is_in_the_tiny_configuration():
     checked, wrong = 0, {}
-    for model_type in sweep.causal_types():
+    for model_type in TASKS[CAUSAL].types():
         config = text_config(model_type)
         source = None if config is None else modeling_source(type(config))
         if source is None:

@@ -24,13 +24,13 @@ from model_adapters.errors import (
 )
 from model_adapters.loading import memory
 from model_adapters.loading.model_class import module_of
+from parity_sweep.tiny.config import tiny_config
+from parity_sweep.tiny.rope_types import with_rope
 from torchax_serve import EngineOptions
 from torchax_serve.cli.main import app
 from torchax_serve.distributed.mesh import mesh_of
 from torchax_serve.distributed.mesh_shape import parse_mesh
 from torchax_serve.kv_cache.pools import PagedLayerSpec
-from torchax_serve.parity.tiny.config import tiny_config
-from torchax_serve.parity.tiny.rope_types import with_rope
 from torchax_serve.planning import plan_cache, search, topology
 from torchax_serve.planning.abstract_model import abstract_model
 from torchax_serve.planning.chips import Chip, chip_of

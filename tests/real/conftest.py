@@ -15,8 +15,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from fetch import MODELS, folder_of
 
+from parity_sweep import real_models
 from torchax_serve import serve
-from torchax_serve.parity import real_models
 
 HERE = Path(__file__).parent
 FINDINGS = pytest.StashKey()

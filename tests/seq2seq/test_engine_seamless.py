@@ -14,8 +14,8 @@ from threads import at_once
 from transformers import GenerationConfig
 
 from model_adapters.caches.encoder_mask import SourceMask, mask_over_audio
+from parity_sweep.tiny.audio import audio_model
 from torchax_serve import EngineOptions, InvalidArgumentError, SamplingParams, serve
-from torchax_serve.parity.tiny.audio import audio_model
 
 NEW, WIDTH, MAX_SOURCE = 12, 32, 48
 STATE_BYTES = 5 * 4 * MAX_SOURCE * WIDTH * 4  # of five slots: keys and values of two layers

@@ -15,8 +15,8 @@ from transformers.models.wav2vec2.modeling_wav2vec2 import Wav2Vec2PreTrainedMod
 
 from model_adapters import quirks
 from model_adapters.caches.encoder_mask import SourceMask
+from parity_sweep.tiny.audio import audio_inputs, audio_model
 from torchax_serve import EngineOptions, serve
-from torchax_serve.parity.tiny.audio import audio_inputs, audio_model
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 OPTIONS = EngineOptions(max_num_seqs=4, page_size=4, max_num_batched_tokens=16, kv_cache_memory_bytes=1 << 20)

@@ -14,10 +14,10 @@ from transformers import GenerationConfig
 from transformers.models.fsmt import modeling_fsmt
 
 from model_adapters.caches import native_cache
+from parity_sweep.tiny.config import tiny_config
+from parity_sweep.tiny.models import random_model
 from torchax_serve import EngineOptions, serve, to_jax
 from torchax_serve.engine.factory import build_engine
-from torchax_serve.parity.tiny.config import tiny_config
-from torchax_serve.parity.tiny.models import random_model
 
 NEW = 12
 FORWARD = inspect.signature(modeling_fsmt.SinusoidalPositionalEmbedding.forward)

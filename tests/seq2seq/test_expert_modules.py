@@ -8,9 +8,9 @@ import transformers
 from thorough import thorough
 
 from model_adapters.errors import UnsupportedModelError
+from parity_sweep.tiny.config import tiny_config
+from parity_sweep.tiny.models import random_model
 from torchax_serve import EngineOptions, serve
-from torchax_serve.parity.tiny.config import tiny_config
-from torchax_serve.parity.tiny.models import random_model
 
 CLASSES = {
     "switch_transformers": "SwitchTransformersForConditionalGeneration",

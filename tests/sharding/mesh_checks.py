@@ -31,6 +31,7 @@ from model_adapters.loading import load_model
 from model_adapters.loading.model_class import module_of
 from model_adapters.ops.quantized_weight import QuantizedWeight
 from model_adapters.program.packed_forward import forward_packed
+from parity_sweep.tiny.images import image_model, inputs_of
 from torchax_serve import EngineOptions, SamplingParams, serve
 from torchax_serve.compilation.executable_cache import CachedFunction, ExecutableCache
 from torchax_serve.distributed.mesh import mesh_for
@@ -38,7 +39,6 @@ from torchax_serve.engine.weight_update import engines_in
 from torchax_serve.executors.packed.probes import page_shapes
 from torchax_serve.executors.step_inputs import PackedStepSpec
 from torchax_serve.kv_cache.pools import CacheAllocation, PagedCache, PoolAllocator
-from torchax_serve.parity.tiny.images import image_model, inputs_of
 from torchax_serve.planning.plan import PlanRequest, make_plan
 from torchax_serve.runtime.model_runtime import ModelRuntime
 from torchax_serve.scheduler import CacheGroup

@@ -6,9 +6,9 @@ import signal
 import pytest
 from thorough import except_for
 
+from parity_sweep import check_start, starts
+from parity_sweep.tiny.models import prompts, tiny_model
 from torchax_serve.compilation.xla_cache import enable_compile_cache
-from torchax_serve.parity import check_start, starts
-from torchax_serve.parity.tiny.models import prompts, tiny_model
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 

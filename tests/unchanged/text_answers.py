@@ -13,7 +13,6 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 from request_walk import serving
-
 from torchax_serve import SamplingParams, serve
 
 

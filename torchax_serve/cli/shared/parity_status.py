@@ -12,8 +12,7 @@ def shipped_tasks() -> dict[str, dict[str, Any]]:
 
     Versions are those of libraries; there is a result for each type.
     """
-    from torchax_serve.parity.models_page import all_shipped, summary
-    from torchax_serve.parity.tasks import TASKS
+    from torchax_serve.parity.tasks import TASKS, all_shipped, summary
 
     found = {}
     for name, task in TASKS.items():

@@ -22,10 +22,19 @@ from model_adapters.caches.compressed_layer import CompressedLayer
 from model_adapters.caches.device_cache import AttentionLayer
 from model_adapters.errors import UnsupportedModelError
 from model_adapters.ops import registry
+from parity_sweep.pool_copies import check_pools
+from parity_sweep.tiny.models import (
+    NUM_NEW,
+    Expected,
+    causal_class,
+    model_with_margins,
+    padded_batch,
+    prompts,
+    rows_of,
+)
 from torchax_serve.engine.options import EngineOptions
 from torchax_serve.entrypoints.serve import serve
 from torchax_serve.entrypoints.served_model import ServedModel
-from torchax_serve.parity.pool_copies import check_pools
 from torchax_serve.parity.result import (
     PACKED,
     PASSED,
@@ -35,15 +44,6 @@ from torchax_serve.parity.result import (
     Result,
     error_line,
     why_not_batched,
-)
-from torchax_serve.parity.tiny.models import (
-    NUM_NEW,
-    Expected,
-    causal_class,
-    model_with_margins,
-    padded_batch,
-    prompts,
-    rows_of,
 )
 from torchax_serve.runtime.model_runtime import ModelRuntime
 

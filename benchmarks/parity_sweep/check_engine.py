@@ -9,15 +9,15 @@ from typing import Any
 from transformers import GenerationConfig
 
 from model_adapters.errors import UnsupportedModelError
+from parity_sweep.check_causal import executor_of
+from parity_sweep.tiny.media_prompts import Inputs
+from parity_sweep.tiny.models import NUM_NEW
 from torchax_serve.engine.options import EngineOptions
 from torchax_serve.entrypoints.served_model import ServedModel
 from torchax_serve.generation.engine_rows import prompt_call
 from torchax_serve.generation.media_requests import media_request
 from torchax_serve.generation.routing import EngineFacts, ModelCapabilities, route
-from torchax_serve.parity.check_causal import executor_of
 from torchax_serve.parity.result import ProbeResults, why_not_batched
-from torchax_serve.parity.tiny.media_prompts import Inputs
-from torchax_serve.parity.tiny.models import NUM_NEW
 from torchax_serve.runtime.model_generate import overrides_generate
 from torchax_serve.scheduler import Request
 

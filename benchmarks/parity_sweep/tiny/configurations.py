@@ -13,9 +13,9 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from torchax_serve.parity.tiny.config import tiny_config
+from parity_sweep.tiny.config import tiny_config
 
-_ROPE_TABLE = "torchax_serve.parity.tiny.rope_types"
+_ROPE_TABLE = "parity_sweep.tiny.rope_types"
 _ROPE_FAMILIES = ("llama", "qwen3", "phi3")
 _WINDOWED = {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1, "layer_types": None}
 _KINDS_OF_LAYERS = {"layer_types": ["full_attention", "sliding_attention"]}

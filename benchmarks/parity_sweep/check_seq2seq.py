@@ -18,13 +18,13 @@ from transformers import PreTrainedModel
 from transformers.models.auto import modeling_auto
 
 from model_adapters.errors import UnsupportedModelError
+from parity_sweep.check_causal import TOLERANCE, cache_kinds, described
+from parity_sweep.check_engine import engine_options, on_engine
+from parity_sweep.tiny.audio import audio_inputs, audio_model, is_audio_type
+from parity_sweep.tiny.media_prompts import Inputs
+from parity_sweep.tiny.models import NUM_NEW, Expected, clearest, greedy, padded_batch, prompts, rounding_error
 from torchax_serve.entrypoints.serve import serve
-from torchax_serve.parity.check_causal import TOLERANCE, cache_kinds, described
-from torchax_serve.parity.check_engine import engine_options, on_engine
 from torchax_serve.parity.result import PASSED, STATIC, TRANSFORMERS_LOOP, ProbeResults, Result, error_line
-from torchax_serve.parity.tiny.audio import audio_inputs, audio_model, is_audio_type
-from torchax_serve.parity.tiny.media_prompts import Inputs
-from torchax_serve.parity.tiny.models import NUM_NEW, Expected, clearest, greedy, padded_batch, prompts, rounding_error
 from torchax_serve.runtime.model_runtime import ModelRuntime
 
 NUM_DECODER_IDS = 5

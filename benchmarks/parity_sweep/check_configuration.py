@@ -17,13 +17,13 @@ from transformers.models.auto import modeling_auto
 
 from model_adapters.errors import CheckpointError, UnsupportedModelError
 from model_adapters.loading.model_class import find_class, load_config
-from torchax_serve.parity import check_causal as causal
-from torchax_serve.parity import check_seq2seq
-from torchax_serve.parity.check_encoder import checked_classifier, checked_encoder
+from parity_sweep import check_causal as causal
+from parity_sweep import check_seq2seq
+from parity_sweep.check_encoder import checked_classifier, checked_encoder
+from parity_sweep.tiny.audio import audio_inputs, is_audio_type
+from parity_sweep.tiny.configurations import ConfigurationCase, cases
+from parity_sweep.tiny.models import FIRST_UNTIED, NUM_SEEDS, clearest, expect, random_model
 from torchax_serve.parity.result import Result, error_line
-from torchax_serve.parity.tiny.audio import audio_inputs, is_audio_type
-from torchax_serve.parity.tiny.configurations import ConfigurationCase, cases
-from torchax_serve.parity.tiny.models import FIRST_UNTIED, NUM_SEEDS, clearest, expect, random_model
 
 _MAPPINGS = (
     modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,

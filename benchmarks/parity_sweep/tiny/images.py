@@ -15,11 +15,11 @@ import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
+from parity_sweep.tiny.config import FIRST_MARKER, PROMPT_IDS_END, config_of_two, is_of_two, tiny_config
+from parity_sweep.tiny.image_overrides import CONFIGS, PIXELS, TOKENS, UNMARKED, WRAPPED
+from parity_sweep.tiny.media_prompts import Inputs, num_features, prompt_around
+from parity_sweep.tiny.models import random_model
 from torchax_serve.multimodal.placeholders import TOKEN_FIELDS, image_token_id
-from torchax_serve.parity.tiny.config import FIRST_MARKER, PROMPT_IDS_END, config_of_two, is_of_two, tiny_config
-from torchax_serve.parity.tiny.image_overrides import CONFIGS, PIXELS, TOKENS, UNMARKED, WRAPPED
-from torchax_serve.parity.tiny.media_prompts import Inputs, num_features, prompt_around
-from torchax_serve.parity.tiny.models import random_model
 
 IMAGE_SIZE = 16
 PATCH_SIZE = 4
@@ -81,7 +81,7 @@ def _split_rotary(values: dict[str, Any]) -> dict[str, Any]:
 def image_model(model_type: str, seed: int = 0) -> PreTrainedModel:
     """Builds a tiny random model of `model_type`.
 
-    See `torchax_serve.parity.tiny.models.random_model`.
+    See `parity_sweep.tiny.models.random_model`.
     """
     return random_model(image_text_class(model_type), image_config(model_type), seed, GAINS)
 

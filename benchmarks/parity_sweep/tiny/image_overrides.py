@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
-from torchax_serve.parity.tiny.config import FIRST_MARKER
+from parity_sweep.tiny.config import FIRST_MARKER
 
 SIZE = 16
 """Side of an image, in pixels."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.resources
 import json
+from pathlib import Path
 
 from packaging.version import Version
 
@@ -21,7 +21,7 @@ REASONS = {
     "HunyuanVideoFramepackPipeline": "Its transformer fills the mask of each text up to a length that it computes.",
 }
 """Why pipelines do not pass where the error alone does not say it."""
-RESULTS = importlib.resources.files(__package__) / "results" / "pipelines"
+RESULTS = Path(__file__).parent / "results" / "pipelines"
 
 
 def read() -> tuple[dict[str, str], dict[str, Result]] | None:

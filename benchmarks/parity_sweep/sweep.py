@@ -22,8 +22,9 @@ from typing import Any
 
 import jax
 
+from parity_sweep import checks
 from torchax_serve.parity.result import Result
-from torchax_serve.parity.tasks import CAUSAL, TASKS
+from torchax_serve.parity.tasks import CAUSAL
 
 TIME_LIMIT_S = 600.0
 """Time limit for one type, in seconds. The slowest type takes a tenth of it on an idle machine."""
@@ -40,11 +41,6 @@ TYPES_PER_WORKER = 40
 """Number of types after which a worker is replaced: the memory that JAX and transformers hold for each adds up."""
 
 
-def causal_types() -> list[str]:
-    """Lists every model type that the installed transformers knows as a causal language model."""
-    return TASKS[CAUSAL].types()
-
-
 def sweep(
     types: Sequence[str],
     *,
@@ -57,7 +53,7 @@ def sweep(
 
     Args:
         types: Model types to check.
-        task: Name of the parity task, a key of `TASKS`.
+        task: Name of the parity task, a key of `CHECKS`.
         num_workers: Number of worker processes.
         time_limit_s: Time limit for one type, in seconds.
         work: Function that a worker process runs instead of the task.
@@ -164,7 +160,7 @@ def _work(connection: Connection, task: str, programs: str) -> None:
     while True:
         model_type = connection.recv()
         try:
-            result = TASKS[task].check(model_type)
+            result = checks.check(task, model_type)
         except Exception as error:  # an error of the harness itself; the other types go on
             result = Result(model_type, "", status="crashed", error=f"{type(error).__name__}: {str(error)[:300]}")
         connection.send(dataclasses.asdict(result))

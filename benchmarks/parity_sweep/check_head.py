@@ -21,12 +21,12 @@ from transformers import PreTrainedModel
 from transformers.models.auto import modeling_auto
 
 from model_adapters.errors import UnsupportedModelError
+from parity_sweep.check_causal import TOLERANCE, packages_of
+from parity_sweep.tiny.heads import head_inputs, head_model
+from parity_sweep.tiny.media_prompts import Inputs
+from parity_sweep.tiny.models import MAX_ROUNDING
 from torchax_serve.entrypoints.to_jax import to_jax
-from torchax_serve.parity.check_causal import TOLERANCE, packages_of
 from torchax_serve.parity.result import PASSED, Result, error_line
-from torchax_serve.parity.tiny.heads import head_inputs, head_model
-from torchax_serve.parity.tiny.media_prompts import Inputs
-from torchax_serve.parity.tiny.models import MAX_ROUNDING
 
 IN_OTHER_SWEEPS = frozenset(
     {

@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from model_adapters.errors import UnsupportedModelError
-from torchax_serve.parity.tiny.config_overrides import OVERRIDES, UNSET
+from parity_sweep.tiny.config_overrides import OVERRIDES, UNSET
 
 VOCAB_SIZE = 128
 NUM_LAYERS = 2

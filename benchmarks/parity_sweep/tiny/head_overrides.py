@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from torchax_serve.parity.tiny.audio import MIMI
-from torchax_serve.parity.tiny.config import FIRST_MARKER
+from parity_sweep.tiny.audio import MIMI
+from parity_sweep.tiny.config import FIRST_MARKER
 
 Inputs = dict[str, Any]
 Maker = Callable[[Any, torch.Generator, str], Inputs]

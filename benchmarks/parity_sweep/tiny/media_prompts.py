@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from torchax_serve.parity.tiny.config import PROMPT_IDS_END
-from torchax_serve.parity.tiny.models import FIRST_PROMPT_ID
+from parity_sweep.tiny.config import PROMPT_IDS_END
+from parity_sweep.tiny.models import FIRST_PROMPT_ID
 
 Inputs = dict[str, Any]
 """Arguments of ``forward`` and ``generate``."""

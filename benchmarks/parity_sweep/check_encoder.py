@@ -17,11 +17,11 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
 from model_adapters.errors import UnsupportedModelError
+from parity_sweep.check_causal import TOLERANCE
+from parity_sweep.tiny.config import SPECIAL_IDS, tiny_config
+from parity_sweep.tiny.models import MAX_ROUNDING, prompts, random_model
 from torchax_serve.entrypoints.serve import serve
-from torchax_serve.parity.check_causal import TOLERANCE
 from torchax_serve.parity.result import PASSED, Result, error_line
-from torchax_serve.parity.tiny.config import SPECIAL_IDS, tiny_config
-from torchax_serve.parity.tiny.models import MAX_ROUNDING, prompts, random_model
 from torchax_serve.pooling.classification import text_logits
 
 SEEDS = (0, 9, 3)

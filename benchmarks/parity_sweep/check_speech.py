@@ -7,9 +7,9 @@ import functools
 import transformers
 from transformers.models.auto import modeling_auto
 
-from torchax_serve.parity.check_seq2seq import checked
+from parity_sweep.check_seq2seq import checked
+from parity_sweep.tiny.audio import audio_inputs, audio_model
 from torchax_serve.parity.result import Result
-from torchax_serve.parity.tiny.audio import audio_inputs, audio_model
 
 
 def check(model_type: str) -> Result:

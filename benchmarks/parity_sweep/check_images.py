@@ -15,15 +15,15 @@ import torch
 from transformers import PreTrainedModel
 
 from model_adapters.errors import UnsupportedModelError
+from parity_sweep.check_causal import TOLERANCE, cache_kinds, compile_seconds, described
+from parity_sweep.check_engine import engine_options, on_engine
+from parity_sweep.tiny.images import image_model, image_text_class, inputs_of
+from parity_sweep.tiny.media_prompts import Inputs, batched
+from parity_sweep.tiny.models import NUM_NEW, Expected, clearest, greedy
 from torchax_serve.engine.options import EngineOptions
 from torchax_serve.entrypoints.serve import serve
 from torchax_serve.entrypoints.served_model import ServedModel
-from torchax_serve.parity.check_causal import TOLERANCE, cache_kinds, compile_seconds, described
-from torchax_serve.parity.check_engine import engine_options, on_engine
 from torchax_serve.parity.result import PASSED, STATIC, TRANSFORMERS_LOOP, ProbeResults, Result, error_line
-from torchax_serve.parity.tiny.images import image_model, image_text_class, inputs_of
-from torchax_serve.parity.tiny.media_prompts import Inputs, batched
-from torchax_serve.parity.tiny.models import NUM_NEW, Expected, clearest, greedy
 
 DECODER_IDS = torch.tensor([[1, 7, 5]])
 """First decoder tokens of encoder-decoder models, int64[1, 3]."""

@@ -15,10 +15,10 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from torchax_serve.parity.tiny import audio, head_overrides
-from torchax_serve.parity.tiny.config import config_of_two, is_of_two, tiny_config
-from torchax_serve.parity.tiny.media_prompts import Inputs
-from torchax_serve.parity.tiny.models import FIRST_PROMPT_ID, PROMPT_IDS_END, random_model
+from parity_sweep.tiny import audio, head_overrides
+from parity_sweep.tiny.config import config_of_two, is_of_two, tiny_config
+from parity_sweep.tiny.media_prompts import Inputs
+from parity_sweep.tiny.models import FIRST_PROMPT_ID, PROMPT_IDS_END, random_model
 
 BATCH_SIZE = 2
 IMAGE_SIZE = 64
@@ -114,7 +114,7 @@ def _read_stages(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def head_model(model_type: str, task: str, model_class: type[PreTrainedModel], seed: int = 0) -> PreTrainedModel:
-    """Builds a tiny random model; see `torchax_serve.parity.tiny.models.random_model`."""
+    """Builds a tiny random model; see `parity_sweep.tiny.models.random_model`."""
     model = random_model(model_class, head_config(model_type, task), seed, GAINS).float()  # some code makes float64
     if model_type in BY_SDPA:
         model.set_attn_implementation("sdpa")

@@ -14,15 +14,15 @@ from transformers import PreTrainedModel
 from transformers.models.auto import modeling_auto
 
 from model_adapters.errors import UnsupportedModelError
+from parity_sweep import check_causal, check_seq2seq
+from parity_sweep.check_engine import engine_options
+from parity_sweep.starts import Start, StartProcesses
+from parity_sweep.tiny.audio import audio_inputs, audio_model, is_audio_type
+from parity_sweep.tiny.media_prompts import Inputs
+from parity_sweep.tiny.models import Expected, clearest, model_with_margins, prompts
 from torchax_serve.engine.options import EngineOptions
-from torchax_serve.parity import check_causal, check_seq2seq
-from torchax_serve.parity.check_engine import engine_options
 from torchax_serve.parity.result import PACKED, PASSED, PER_SEQUENCE, Result, error_line
-from torchax_serve.parity.starts import Start, StartProcesses
 from torchax_serve.parity.tasks import CAUSAL
-from torchax_serve.parity.tiny.audio import audio_inputs, audio_model, is_audio_type
-from torchax_serve.parity.tiny.media_prompts import Inputs
-from torchax_serve.parity.tiny.models import Expected, clearest, model_with_margins, prompts
 
 SEPARATOR = ":"
 """Between the task and the type in a name, of which causal types have the type alone."""
@@ -32,7 +32,7 @@ Case = tuple[PreTrainedModel, Expected, list[Inputs], EngineOptions]
 
 def names() -> list[str]:
     """Lists the types that the engine takes: ``llama``, ``seq2seq:bart``, ``speech:whisper``."""
-    from torchax_serve.parity.models_page import shipped
+    from torchax_serve.parity.tasks import shipped
 
     found = []
     for task in CASES:

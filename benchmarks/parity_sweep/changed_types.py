@@ -10,7 +10,7 @@ from transformers.models.auto.configuration_auto import model_type_to_module_nam
 
 from model_adapters import quirks
 
-READ = ("model_adapters/*", "torchax_serve/parity/*.py")
+READ = ("model_adapters/*", "torchax_serve/parity/*.py", "benchmarks/parity_sweep/*.py")
 """Patterns of the files that serve and check types, subfolders included."""
 
 

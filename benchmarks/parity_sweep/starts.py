@@ -19,16 +19,16 @@ from pathlib import Path
 from typing import Any
 
 from model_adapters.loading.model_source import ModelSource, parse_name
+from parity_sweep.check_engine import on_engine
+from parity_sweep.tiny.media_prompts import Inputs
+from parity_sweep.tiny.models import NUM_NEW
 from torchax_serve.compilation.executable_cache import ExecutableCache
 from torchax_serve.compilation.xla_cache import enable_compile_cache
 from torchax_serve.engine.options import EngineOptions
 from torchax_serve.entrypoints.load import load_served_model
 from torchax_serve.entrypoints.recorded_model import RecordedModel, recorded_model
 from torchax_serve.entrypoints.served_model import ServedModel
-from torchax_serve.parity.check_engine import on_engine
 from torchax_serve.parity.result import STATIC, ProbeResults, error_line
-from torchax_serve.parity.tiny.media_prompts import Inputs
-from torchax_serve.parity.tiny.models import NUM_NEW
 from torchax_serve.sampling_params import SamplingParams
 from torchax_serve.start.record import start_folder
 
@@ -133,12 +133,14 @@ class StartProcesses:
     """
 
     def __init__(self) -> None:
+        path = os.pathsep.join(each for each in sys.path if each)
+        threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         self._parent = subprocess.Popen(
             [sys.executable, "-W", "ignore", "-m", __name__],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+            env={**os.environ, "PYTHONPATH": path, **threads},
         )
 
     def start(self, folder: Path, inputs: list[Inputs], engine: EngineOptions) -> Start:

@@ -13,8 +13,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from model_adapters.errors import UnsupportedModelError
-from torchax_serve.multimodal.placeholders import audio_token_id
-from torchax_serve.parity.tiny.config import (
+from parity_sweep.tiny.config import (
     FIRST_MARKER,
     PROMPT_IDS_END,
     VOCAB_SIZE,
@@ -22,8 +21,9 @@ from torchax_serve.parity.tiny.config import (
     is_of_two,
     tiny_config,
 )
-from torchax_serve.parity.tiny.media_prompts import Inputs, batched, num_features, prompt_around
-from torchax_serve.parity.tiny.models import FIRST_PROMPT_ID, NUM_NEW, random_model
+from parity_sweep.tiny.media_prompts import Inputs, batched, num_features, prompt_around
+from parity_sweep.tiny.models import FIRST_PROMPT_ID, NUM_NEW, random_model
+from torchax_serve.multimodal.placeholders import audio_token_id
 
 NUM_FRAMES = (48, 40)
 """Number of feature frames of the longer and the shorter input, for encoders that take any number."""

@@ -15,8 +15,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from model_adapters.errors import UnsupportedModelError
+from parity_sweep.tiny.config import PROMPT_IDS_END, SPECIAL_IDS, tiny_config
 from torchax_serve.parity.result import error_line
-from torchax_serve.parity.tiny.config import PROMPT_IDS_END, SPECIAL_IDS, tiny_config
 
 NUM_NEW = 16
 PROMPT_LENS = (14, 9)
