@@ -24,6 +24,7 @@ LAYERS = (
     ("distributed.ray",),
     ("entrypoints", "planning", "export"),
     ("diffusion", "tasks"),
+    ("modules",),
     ("generation", "distributed.hosts", "start"),
     ("engine",),
     ("executors",),

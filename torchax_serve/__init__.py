@@ -31,12 +31,14 @@ from torchax_serve.compilation import gc_pause
 
 if TYPE_CHECKING:
     from model_adapters.bridge.extract import extract_jax
+    from model_adapters.lowerings.missing import lower
     from torchax_serve.distributed.hosts.follow import follow
     from torchax_serve.distributed.hosts.options import Hosts
     from torchax_serve.engine.options import EngineOptions
     from torchax_serve.entrypoints.audio_model import AudioModel
     from torchax_serve.entrypoints.encoder_model import EncoderModel
     from torchax_serve.entrypoints.image_model import ImageModel
+    from torchax_serve.entrypoints.module_model import ModuleModel
     from torchax_serve.entrypoints.series_model import SeriesModel
     from torchax_serve.entrypoints.serve import serve
     from torchax_serve.entrypoints.served_model import ServedModel
@@ -62,6 +64,7 @@ __all__ = [
     "ImageModel",
     "InvalidArgumentError",
     "ModelNotFoundError",
+    "ModuleModel",
     "NoTokenLeftError",
     "OutOfMemoryError",
     "QueueDeadlineError",
@@ -79,6 +82,7 @@ __all__ = [
     "VisionModel",
     "extract_jax",
     "follow",
+    "lower",
     "serve",
     "to_jax",
 ]
@@ -93,6 +97,7 @@ __getattr__, __dir__ = lazy_exports(
         "EngineOptions": ".engine.options",
         "Hosts": ".distributed.hosts.options",
         "ImageModel": ".entrypoints.image_model",
+        "ModuleModel": ".entrypoints.module_model",
         "SamplingParams": ".sampling_params",
         "SeriesModel": ".entrypoints.series_model",
         "ServedModel": ".entrypoints.served_model",
@@ -101,6 +106,7 @@ __getattr__, __dir__ = lazy_exports(
         "VisionModel": ".entrypoints.vision_model",
         "extract_jax": "model_adapters.bridge.extract",
         "follow": ".distributed.hosts.follow",
+        "lower": "model_adapters.lowerings.missing",
         "serve": ".entrypoints.serve",
         "to_jax": ".entrypoints.to_jax",
     },

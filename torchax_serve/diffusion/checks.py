@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from model_adapters.errors import InvalidArgumentError, UnsupportedModelError
-from model_adapters.program.module_hooks import hooked_parts
+from model_adapters.errors import InvalidArgumentError
+from torchax_serve.modules.checks import check_module
 
 
 def check_pipeline(pipeline: Any) -> None:
@@ -25,36 +25,3 @@ def check_pipeline(pipeline: Any) -> None:
     for name, component in pipeline.components.items():
         if isinstance(component, torch.nn.Module):
             check_module(name, component)
-
-
-def check_module(name: str, module: torch.nn.Module) -> None:
-    """Raises as `check_pipeline` for one module, called `name` in the message."""
-    for child in module.modules():
-        is_compiled = getattr(child, "_compiled_call_impl", None) is not None
-        if is_compiled or type(child).__name__ == "OptimizedModule":
-            raise InvalidArgumentError(
-                f"{name}: expected a module without torch.compile, got a compiled one; leave torch.compile out, JAX "
-                "compiles it"
-            )
-        if hasattr(child, "_hf_hook") or _diffusers_hooks(child):
-            raise InvalidArgumentError(
-                f"{name}: expected a module in memory, without hooks, got one that is offloaded or cached by hooks "
-                f"({', '.join(_diffusers_hooks(child)) or 'accelerate'}); leave enable_*_offload and enable_cache out"
-            )
-    if hooked := hooked_parts(module):
-        raise UnsupportedModelError(
-            f"{name}.{hooked[0]}: expected no forward hook, got one, which a compiled program would run once; remove it"
-        )
-    if getattr(module, "is_quantized", False) or getattr(module, "hf_quantizer", None) is not None:
-        raise UnsupportedModelError(f"{name}: expected weights without quantization, got quantized ones; load it dense")
-    for tensor_name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        if tensor.device.type != "cpu":
-            raise InvalidArgumentError(
-                f"{name}.{tensor_name}: expected a tensor on the CPU, got one on {tensor.device}; call "
-                'pipeline.to("cpu") first, JAX has its own devices'
-            )
-
-
-def _diffusers_hooks(child: torch.nn.Module) -> list[str]:
-    """Returns names of the hooks of diffusers that replace the forward of `child`."""
-    return list(getattr(vars(child).get("_diffusers_hook"), "hooks", ()))

@@ -21,9 +21,10 @@ from model_adapters.program.trace_context import trace_lock
 from torchax_serve.compilation.executable_cache import ExecutableCache
 from torchax_serve.compilation.program_signature import model_identity
 from torchax_serve.compilation.xla_cache import programs_dir
-from torchax_serve.diffusion.component_runtime import ComponentRuntime, arrays_of
-from torchax_serve.diffusion.pipeline import component_to_jax, is_component, pipeline_to_jax
+from torchax_serve.diffusion.pipeline import is_component, pipeline_to_jax
 from torchax_serve.diffusion.sharding import on_mesh, placements
+from torchax_serve.modules.runtime import ModuleRuntime, arrays_of
+from torchax_serve.modules.to_jax import module_to_jax
 
 DENOISERS = ("transformer", "transformer_2", "unet", "prior", "decoder")
 """Names of the components that run once a step: their files say the dtype, and a mesh shares them."""
@@ -77,22 +78,22 @@ def put_on_jax(pipeline: Any, *, mesh: Mesh | None = None) -> Any:
         )
     for name, module in pipeline.components.items():
         if is_component(module):
-            component_to_jax(module, _runtime_of(module, mesh if name in sharded else None))
+            module_to_jax(module, _runtime_of(module, mesh if name in sharded else None))
     return pipeline_to_jax(pipeline)
 
 
-def _runtime_of(module: Any, mesh: Mesh | None) -> ComponentRuntime:
+def _runtime_of(module: Any, mesh: Mesh | None) -> ModuleRuntime:
     weights = arrays_of(module)
     if mesh is not None:
         placed = placements(module, mesh)
         weights = {name: on_mesh(array, placed[name], mesh) for name, array in weights.items()}
-        return ComponentRuntime(module, weights, mesh=mesh, placed=placed)
+        return ModuleRuntime(module, weights, mesh=mesh, placed=placed)
     folder = programs_dir()
     if folder is None:
-        return ComponentRuntime(module, weights)
+        return ModuleRuntime(module, weights)
     described = {"diffusers": importlib.metadata.version("diffusers"), "config": dict(module.config)}
     identity = model_identity(type(module), json.dumps(described, sort_keys=True, default=str), weights)
-    return ComponentRuntime(module, weights, ExecutableCache(folder, identity))
+    return ModuleRuntime(module, weights, ExecutableCache(folder, identity))
 
 
 def _dtype_of_files(folder: Path) -> torch.dtype | None:

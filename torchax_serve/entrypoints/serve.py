@@ -25,12 +25,16 @@ from torchax_serve.engine.options import EngineOptions
 from torchax_serve.entrypoints.recorded_model import recorded_model
 from torchax_serve.start.record import start_folder
 from torchax_serve.validation.argument_hints import refuses_unknown
-from torchax_serve.validation.library_objects import is_cached_pipeline, is_pipeline, is_pipeline_folder
+from torchax_serve.validation.library_objects import (
+    is_cached_pipeline,
+    is_other_module,
+    is_pipeline,
+    is_pipeline_folder,
+)
 
 if TYPE_CHECKING:
     import torch
     from diffusers import DiffusionPipeline
-    from transformers import PreTrainedModel
 
     from model_adapters.loading import Progress
     from torchax_serve.distributed.hosts.options import Hosts
@@ -39,7 +43,7 @@ if TYPE_CHECKING:
 
 @refuses_unknown
 def serve(
-    model: str | os.PathLike[str] | PreTrainedModel | DiffusionPipeline | None = None,
+    model: str | os.PathLike[str] | torch.nn.Module | DiffusionPipeline | None = None,
     *,
     revision: str | None = None,
     token: str | None = None,
@@ -68,11 +72,12 @@ def serve(
 ) -> ServedModel:
     """Loads a model and makes it run on JAX, its code untouched.
 
-    Returns a `ServedModel`; a `SpeechModel` if it also transcribes; an `EncoderModel`; an `ImageModel` of a pipeline.
+    Returns a `ServedModel`; a `SpeechModel` if it also transcribes; an `EncoderModel`; an `ImageModel` of a pipeline; a
+    `ModuleModel` of a module that is no model of transformers.
 
     Args:
-        model: a short name, a hub id, a folder, bundle or GGUF file, a `PreTrainedModel`, a pipeline of diffusers or
-            its folder; None: the embedded model.
+        model: a short name, a hub id, a folder, bundle or GGUF file, a `PreTrainedModel` or any other module, a
+            pipeline of diffusers or its folder; None: the embedded model.
         revision, token, local_files_only: branch, tag or commit on the hub; access token; do not use the network.
         dtype: dtype of the weights; "auto" follows the checkpoint.
         trust_remote_code, allow_pickle: run code of the checkpoint; read pickle files if there are no safetensors.
@@ -193,6 +198,8 @@ def _recorded_or_loaded(arguments: dict[str, Any]) -> ServedModel:
     """
     if _is_pipeline(arguments):
         return _image_model(arguments)
+    if is_other_module(arguments["model"]):
+        return _module_model(arguments)
     if (bundle := bundle_folder(arguments["model"])) is not None:
         return _bundle_model(bundle, arguments)
     decisive = _decisive(arguments)
@@ -232,6 +239,24 @@ def _image_model(arguments: Mapping[str, Any]) -> ServedModel:
 
     # The annotation is that of language models, which nearly all callers have.
     return cast("ServedModel", load_image_model(arguments))
+
+
+def _module_model(arguments: Mapping[str, Any]) -> ServedModel:
+    """Returns the `ModuleModel` of a module.
+
+    Raises:
+        InvalidArgumentError: an argument about what a module in memory has already.
+    """
+    defaults = inspect.signature(serve).parameters
+    for name, value in arguments.items():
+        if name != "model" and name in defaults and value != defaults[name].default:
+            raise InvalidArgumentError(
+                f"{name}: expected no such argument for a {type(arguments['model']).__name__}, which is no model of "
+                f"transformers, got {value!r}; leave it out"
+            )
+    from torchax_serve.entrypoints.module_model import ModuleModel
+
+    return cast("ServedModel", ModuleModel(arguments["model"]))
 
 
 def _bundle_model(folder: Path, arguments: Mapping[str, Any]) -> ServedModel:

@@ -13,10 +13,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from torch.utils.flop_counter import FlopCounterMode
 
 from model_adapters.bridge.views import named_tensors
-from model_adapters.diffusion.component_program import ComponentCall, ComponentProgram
 from model_adapters.errors import CheckpointError, InvalidArgumentError, OutOfMemoryError, UnsupportedModelError
 from model_adapters.loading.loaded_model import numpy_dtype
 from model_adapters.loading.model_class import torch_dtype_of
+from model_adapters.program.module_program import ModuleCall, ModuleProgram
 from sharding_rules import TensorPlacement
 from torchax_serve.diffusion.sharding import place_tensors
 from torchax_serve.distributed.mesh import mesh_of
@@ -200,9 +200,9 @@ def _compiled(
     }
     leaves, structure = jax.tree.flatten(((), {**arrays, "return_dict": False}))
     static = tuple((index, bool, leaf) for index, leaf in enumerate(leaves) if leaf is False)
-    spec = ComponentCall("forward", structure, static)
+    spec = ModuleCall("forward", structure, static)
     on_mesh = (mesh, placed) if mesh.size > 1 else (None, None)
-    program = ComponentProgram(module, lambda name: getattr(type(module), name), *on_mesh)
+    program = ModuleProgram(module, lambda name: getattr(type(module), name), *on_mesh)
 
     def step(weights: Any, given: Any) -> Any:
         return program.run(weights, given, spec)

@@ -26,6 +26,15 @@ def is_diffusers_module(value: Any) -> bool:
     return _is_a(value, "ModelMixin")
 
 
+def is_other_module(value: Any) -> bool:
+    """Tells whether `value` is a module that is no model of transformers, and wraps none."""
+    torch, transformers = sys.modules.get("torch"), sys.modules.get("transformers")
+    if torch is None or not isinstance(value, torch.nn.Module):
+        return False
+    is_theirs = transformers is not None and isinstance(value, transformers.PreTrainedModel)
+    return not (is_theirs or callable(getattr(value, "get_base_model", None)))
+
+
 def is_pipeline_folder(name: Any) -> bool:
     """Tells whether `name` is a folder with a pipeline of diffusers."""
     if not isinstance(name, str | os.PathLike):

@@ -1,10 +1,10 @@
-"""A module of a diffusion pipeline as a pure function of its weights."""
+"""A module of any library as a pure function of its weights."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -23,9 +23,11 @@ from model_adapters.program.trace_context import torch_promotion, trace_lock
 from model_adapters.sharding.model_sharding import placements_known
 from sharding_rules import TensorPlacement
 
+_OF_TORCH = ("_parameters", "_buffers", "_modules")
+
 
 @dataclasses.dataclass(frozen=True)
-class ComponentCall:
+class ModuleCall:
     """The static part of a call of a method.
 
     Attributes:
@@ -54,16 +56,21 @@ def _constant(value: Any) -> Any:
     return value.tensor() if isinstance(value, StaticTensor) else value
 
 
-class ComponentProgram:
+class ModuleProgram:
     """Runs methods of the unmodified `module` as functions of its weights and of arrays.
 
     The module is a template: its own tensors are never read.
 
     Args:
-        module: A module of diffusers.
-        forward_of: Returns the method that a class of diffusers has under a name.
+        module: The module.
+        forward_of: Returns the method that its class has under a name.
         mesh: Devices for which it is traced; None: one device.
         placed: How each tensor lies on `mesh`, by name.
+        is_diffusers: Whether it is a module of diffusers: its attention is this project's op, and what attention
+            processors append to lists is a result.
+
+    Attributes:
+        kept: Names of attributes in which a trace has left tensors; a compiled program sets none.
     """
 
     def __init__(
@@ -72,14 +79,18 @@ class ComponentProgram:
         forward_of: Callable[[str], Callable[..., Any]],
         mesh: Mesh | None = None,
         placed: Mapping[str, TensorPlacement] | None = None,
+        *,
+        is_diffusers: bool = True,
     ) -> None:
         install.install()
-        attention.install()
+        if is_diffusers:
+            attention.install()
         pytree_registry.register_all()  # the modeling file is loaded, with the outputs that it defines
         self.module, self._forward_of, self._mesh = module, forward_of, mesh
-        self._placed = placed or {}
+        self._placed, self._is_diffusers = placed or {}, is_diffusers
+        self.kept: set[str] = set()
 
-    def run(self, weights: Mapping[str, jax.Array], arrays: list[jax.Array], spec: ComponentCall) -> Any:
+    def run(self, weights: Mapping[str, jax.Array], arrays: list[jax.Array], spec: ModuleCall) -> Any:
         """Calls a method; to be traced.
 
         Args:
@@ -99,8 +110,8 @@ class ComponentProgram:
         with (
             torch_promotion(),
             trace_lock(),
-            attention.active(self.module),
-            restored_state(self.module),
+            attention.active(self.module) if self._is_diffusers else contextlib.nullcontext(),
+            restored_state(self.module, self.kept, state.values()),
             torch_mode(self.module, state),
             constant_folding.enabled(),
             # A function that blocks share cannot store what it computes.
@@ -164,16 +175,24 @@ def _inside_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tup
 
 
 @contextlib.contextmanager
-def restored_state(module: torch.nn.Module) -> Iterator[None]:
+def restored_state(module: torch.nn.Module, kept: set[str], weights: Iterable[Any]) -> Iterator[None]:
     """Restores the attributes of `module` and its parts behind a trace.
 
-    Video autoencoders store features of earlier frames in lists, and some transformers tables of rotations.
+    Video autoencoders store features of earlier frames in lists, and some transformers tables of rotations. The names
+    of attributes that hold a traced tensor then, other than one of `weights`, are added to `kept`.
     """
-    before = [(vars(child), {k: _copied(v) for k, v in vars(child).items()}) for child in module.modules()]
+    known = {id(weight) for weight in weights}
+    before = [
+        (path, vars(child), {k: _copied(v) for k, v in vars(child).items()}) for path, child in module.named_modules()
+    ]
     try:
         yield
     finally:
-        for attributes, values in before:
+        for path, attributes, values in before:
+            for name, value in attributes.items():
+                leaves = () if name in _OF_TORCH else jax.tree.leaves(value, is_leaf=is_view)
+                if any(is_view(leaf) and id(leaf) not in known for leaf in leaves):
+                    kept.add(f"{path}.{name}" if path else name)
             for name in attributes.keys() - values.keys():
                 del attributes[name]
             for name, (value, content) in values.items():

@@ -1,11 +1,15 @@
-"""Compiled methods of one module of a pipeline, torch tensors in and out."""
+"""Compiled methods of one module, torch tensors in and out."""
 
 from __future__ import annotations
 
+import copy
+import functools
 import inspect
 import logging
 import threading
+import traceback
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -13,38 +17,46 @@ import numpy as np
 import torch
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+import model_adapters
+import torchax_serve
 from model_adapters.bridge.device_tensor import DeviceTensor
 from model_adapters.bridge.host_arrays import check_floats
-from model_adapters.bridge.views import is_view, jax_view, named_tensors, to_jax_array, to_torch_tensor
+from model_adapters.bridge.views import is_view, jax_view, named_tensors, to_jax_array, to_torch_tensor, torchax
 from model_adapters.diffusion import stored_tensors
-from model_adapters.diffusion.component_program import ComponentCall, ComponentProgram
 from model_adapters.errors import TorchaxServeError, UnsupportedArgumentError, UnsupportedModelError
 from model_adapters.jax_settings import programs_run
+from model_adapters.lowerings.missing import missing_operators
 from model_adapters.ops import spmd
+from model_adapters.program.module_program import ModuleCall, ModuleProgram
 from model_adapters.program.module_watch import ModuleWatch, Structure
 from model_adapters.program.static_tensors import StaticTensor, can_be_static
 from sharding_rules import TensorPlacement
 from torchax_serve.compilation.executable_cache import CachedFunction, ExecutableCache
-from torchax_serve.diffusion.checks import check_module
+from torchax_serve.modules.checks import check_module
 from torchax_serve.runtime.call_arguments import check_surroundings
 from torchax_serve.runtime.module_changes import weights_of
 
 logger = logging.getLogger("torchax_serve")
 
 METHODS = ("forward", "encode", "decode")
-"""Methods that run on JAX, where a class has them."""
+"""Methods that run on JAX, where a class of diffusers has them; of another module its forward."""
 VARYING = ("timestep", "timesteps", "sigma", "t", "guidance", "sample", "hidden_states")
-"""Arguments that differ from step to step: numbers among them become arrays, and no tensor a constant."""
+"""Arguments of diffusers that differ from step to step: numbers become arrays, and no tensor a constant."""
 NUM_EARLIER = 4
 """Structures of a module whose programs are kept: processors of an edit and without one, and some more."""
 _CONSTANTS = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
+
+
+_LIBRARIES = tuple(
+    str(Path(each.__file__ or "").parent) for each in (torch, jax, torchax, model_adapters, torchax_serve)
+)
 
 
 _Kinds = dict[str, tuple[tuple[int, ...], Any]]
 """Shape and dtype of each weight."""
 
 
-class ComponentPrograms(NamedTuple):
+class ModulePrograms(NamedTuple):
     """Programs of one structure of a module: cache, methods, calls whose code reads values."""
 
     programs: ExecutableCache
@@ -52,16 +64,17 @@ class ComponentPrograms(NamedTuple):
     reads_values: set[Any]
 
 
-class ComponentRuntime:
+class ModuleRuntime:
     """Runs methods of `module` on JAX.
 
     Args:
-        module: A module of diffusers on the CPU.
+        module: A module on the CPU.
         weights: Arrays by name; None: the module's tensors, in shared memory if the device is the CPU.
         programs: Cache of its programs; None: one in memory.
         mesh: Devices that share `weights`; None: one.
         stays_on_device: Whether tensors of results are `DeviceTensor`, rather than copies on the CPU.
         placed: How `weights` lie on `mesh`.
+        is_diffusers: Whether it is a module of diffusers.
 
     Attributes:
         stays_on_device: As above.
@@ -77,19 +90,26 @@ class ComponentRuntime:
         mesh: Mesh | None = None,
         stays_on_device: bool = False,
         placed: Mapping[str, TensorPlacement] | None = None,
+        *,
+        is_diffusers: bool = True,
     ) -> None:
+        self._varying = VARYING if is_diffusers else ()
+        self._is_diffusers = is_diffusers
         self.weights: dict[str, Any] = dict(arrays_of(module) if weights is None else weights)
         self.module, self._mesh, self._placements = module, mesh, placed
         self.stays_on_device = stays_on_device
         self._lock = threading.RLock()
-        self._earlier: list[tuple[tuple[Structure, _Kinds], ComponentPrograms]] = []
+        self._earlier: list[tuple[tuple[Structure, _Kinds], ModulePrograms]] = []
         self.watch = ModuleWatch(module)
         self._set_up(programs or ExecutableCache(mesh=mesh))
 
     def _set_up(self, programs: ExecutableCache) -> None:
         """Makes everything that depends on the structure of the module."""
         self.programs = programs
-        program = ComponentProgram(self.module, self._method_of_class, self._mesh, self._placements)
+        program = ModuleProgram(
+            self.module, self._method_of_class, self._mesh, self._placements, is_diffusers=self._is_diffusers
+        )
+        self._program, self._known_kept = program, 0
         self._functions = {name: CachedFunction(programs, name, _named(program.run, name)) for name in METHODS}
         self._reads_values: set[Any] = set()  # calls whose code reads values of integers and masks
 
@@ -109,8 +129,17 @@ class ComponentRuntime:
             self._follow_module()
             args, kwargs = self._numbers_as_tensors(method, args, kwargs)
             result, stored = self._run(method, args, kwargs)
+            if not self._is_diffusers and len(self._program.kept) > self._known_kept:
+                self._check_stateless(method, args, kwargs)
             stored_tensors.append(self.module, jax.tree.map(host_tensor, stored))
         return jax.tree.map(self._device_tensor if self.stays_on_device else host_tensor, result)
+
+    def shapes_of(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[int, ...]]:
+        """Returns the shapes of the tensors of a method's result, which is traced and not run."""
+        with self._lock:
+            spec, arrays = self._split(method, args, kwargs, reads_values=False)
+            result, _ = jax.eval_shape(functools.partial(self._program.run, spec=spec), self.weights, arrays)
+        return [tuple(leaf.shape) for leaf in jax.tree.leaves(result) if isinstance(leaf, jax.ShapeDtypeStruct)]
 
     def _device_tensor(self, array: Any) -> Any:
         """Returns a float array as a `DeviceTensor` on one device; others on the host."""
@@ -140,7 +169,7 @@ class ComponentRuntime:
         now = self.watch.structure, _kinds(self.weights)
         if before == now:  # new attention processors like those of before
             return
-        made = ComponentPrograms(self.programs, self._functions, self._reads_values)
+        made = ModulePrograms(self.programs, self._functions, self._reads_values)
         self._earlier = [*self._earlier, (before, made)][-NUM_EARLIER:]
         for index, (earlier, made) in enumerate(self._earlier):
             if earlier == now:
@@ -157,7 +186,7 @@ class ComponentRuntime:
 
         def taken(name: str, value: Any) -> Any:
             is_number = type(value) in (int, float) or isinstance(value, np.number)
-            return torch.tensor(value) if is_number and name in VARYING else value
+            return torch.tensor(value) if is_number and name in self._varying else value
 
         named = [taken(names[i] if i < len(names) else "", value) for i, value in enumerate(args)]
         return tuple(named), {name: taken(name, value) for name, value in kwargs.items()}
@@ -192,7 +221,7 @@ class ComponentRuntime:
 
     def _split(
         self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, reads_values: bool
-    ) -> tuple[ComponentCall, list[jax.Array]]:
+    ) -> tuple[ModuleCall, list[jax.Array]]:
         """Returns the static part of a call, and the arrays of its tensors.
 
         Args:
@@ -210,7 +239,7 @@ class ComponentRuntime:
             if isinstance(value, np.ndarray | np.generic):
                 value = torch.as_tensor(value)
             if isinstance(value, torch.Tensor):
-                may = reads_values and name not in VARYING and not is_view(value) and can_be_static(value)
+                may = reads_values and name not in self._varying and not is_view(value) and can_be_static(value)
                 if may:
                     static.append((index, StaticTensor, StaticTensor.of(value)))
                 else:
@@ -226,7 +255,7 @@ class ComponentRuntime:
                     f"{name}: expected tensors, numbers or text for {type(self.module).__name__}.{method} on JAX, got "
                     f"a {type(value).__name__}; leave it out"
                 )
-        return ComponentCall(method, structure, tuple(static)), arrays
+        return ModuleCall(method, structure, tuple(static)), arrays
 
     def _placed(self, arrays: list[jax.Array]) -> list[jax.Array]:
         """Returns the arrays where the weights are; a mesh's axis data divides the batch.
@@ -242,6 +271,30 @@ class ComponentRuntime:
             for x in arrays
         ]
 
+    def _check_stateless(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raises UnsupportedModelError if a call leaves what changes the next one.
+
+        It is in attributes of the module; two calls of a copy in PyTorch show it. A table that is computed once changes
+        nothing, and is noted.
+        """
+        names = ", ".join(sorted(self._program.kept)[:3])
+        name = type(self.module).__name__
+        own_class: Any = type(self.module)._torch_class  # type: ignore[attr-defined]
+        copied = own_class.__new__(own_class)
+        attributes = {key: value for key, value in vars(self.module).items() if key != "_jax_runtime"}
+        copied.__dict__ = copy.deepcopy(attributes, {id(self.module): copied})
+        own = self._method_of_class(method)
+        with torch.no_grad():
+            first, second = (jax.tree.leaves(own(copied, *args, **kwargs)) for _ in range(2))
+        tensors = [(a, b) for a, b in zip(first, second, strict=True) if isinstance(a, torch.Tensor)]
+        if not all(a.shape == b.shape and torch.equal(torch.nan_to_num(a), torch.nan_to_num(b)) for a, b in tensors):
+            raise UnsupportedModelError(
+                f"{name}.{method} keeps tensors in {names}, which change its next result, and a compiled program keeps "
+                "none; return them, and pass them as arguments"
+            )
+        self._known_kept = len(self._program.kept)
+        logger.warning("%s.%s sets %s in PyTorch, and not on JAX: its result is the same", name, method, names)
+
     def _untraceable(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> Exception:
         """Returns PyTorch's own error if the call fails there, too; else what is not traceable."""
         own = self._method_of_class(method)
@@ -249,13 +302,37 @@ class ComponentRuntime:
         try:
             with torch.no_grad():
                 own(self.module, *args, **kwargs)
-        except Exception as theirs:  # whatever diffusers says about the arguments
+        except Exception as theirs:  # whatever its code says about the arguments
             return theirs
+        name = f"{type(self.module).__name__}.{method}"
+        if isinstance(error, UnsupportedModelError):
+            return error
+        is_missing = isinstance(error, torchax.tensor.OperatorNotFound)
+        missing = missing_operators(functools.partial(own, self.module, *args, **kwargs))
+        if missing := [each for each in missing if is_missing or not each.startswith("aten::")]:
+            return UnsupportedModelError(
+                f"{name}: expected operators that are lowered to JAX, got {', '.join(missing)}; write them with "
+                "others, or lower them by torchax_serve.lower"
+            )
+        if isinstance(error, jax.errors.ConcretizationTypeError):
+            return UnsupportedModelError(
+                f"{name}: expected code whose steps do not depend on the values of tensors, got one that reads a value "
+                f"({line_of(error)}); write it with torch.where, or leave this part in PyTorch"
+            )
         lines = str(error).strip().splitlines() or [""]
         return UnsupportedModelError(
-            f"{type(self.module).__name__}.{method}: expected code that can be traced, got {type(error).__name__}: "
+            f"{name}: expected code that can be traced, got {type(error).__name__} ({line_of(error)}): "
             f"{lines[0][:200]}; leave this part in PyTorch"
         )
+
+
+def line_of(error: Exception) -> str:
+    """Returns file and line of the last frame of an error that is in no library's code."""
+    found = "no line of its own"
+    for frame in traceback.extract_tb(error.__traceback__):
+        if not frame.filename.startswith(_LIBRARIES):
+            found = f"{Path(frame.filename).name}:{frame.lineno}"
+    return found
 
 
 def _kinds(weights: Mapping[str, jax.Array]) -> _Kinds:

@@ -1,0 +1,136 @@
+"""`ModuleModel`: rows and lengths of several callers beside eager PyTorch, and what padding may not change."""
+
+import asyncio
+import concurrent.futures
+import inspect
+from typing import Annotated
+
+import hypothesis
+import pytest
+import torch
+from hypothesis import strategies
+
+from torchax_serve import (
+    DeadlineError,
+    InvalidArgumentError,
+    ModuleModel,
+    TorchaxServeError,
+    UnsupportedModelError,
+    serve,
+)
+from torchax_serve.modules.named_dims import NamedCall, bucket_of, joined
+
+
+class Tagger(torch.nn.Module):
+    """Halves the length of a series; returns two tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.mix, self.head = torch.nn.Conv1d(4, 8, 3, stride=2, padding=1), torch.nn.Linear(8, 3)
+
+    def forward(self, x: Annotated[torch.Tensor, "batch", "time", None], scale: float = 1.0):
+        mixed = self.mix(x.transpose(1, 2)).transpose(1, 2)
+        return {"tags": self.head(mixed.relu()) * scale, "mixed": mixed}
+
+
+@pytest.fixture(scope="module")
+def tagger():
+    torch.manual_seed(0)
+    with serve(Tagger()) as model:
+        yield model
+
+
+def eager(model, x, scale=1.0):
+    own = Tagger()
+    own.load_state_dict(model.torch_model.state_dict())
+    with torch.no_grad():
+        return own(x, scale)
+
+
+def test_calls_of_several_threads_get_their_own_rows_and_lengths(tagger):
+    assert isinstance(tagger, ModuleModel) and tagger.dims == {"x": ("batch", "time", None)}
+    inputs = [torch.randn(rows, length, 4) for rows, length in ((1, 5), (2, 9), (1, 16), (3, 7), (1, 23), (40, 6))]
+    with concurrent.futures.ThreadPoolExecutor(len(inputs)) as pool:
+        found = list(pool.map(lambda x: tagger(x, scale=2.0), inputs))
+    for x, ours in zip(inputs, found, strict=True):
+        theirs = eager(tagger, x, 2.0)
+        for name in ("tags", "mixed"):
+            torch.testing.assert_close(ours[name], theirs[name], rtol=1e-4, atol=1e-5)
+
+
+def test_few_programs_are_compiled(tagger):
+    programs = tagger.torch_model._jax_runtime.programs
+    tagger(torch.randn(1, 40, 4))
+    before = programs.num_traces
+    for length in range(33, 64):
+        tagger(torch.randn(1, length, 4))
+    assert programs.num_traces == before
+
+
+def test_calls_can_be_awaited_and_have_deadlines(tagger):
+    x = torch.randn(1, 5, 4)
+    found = asyncio.run(tagger.arun([x]))
+    torch.testing.assert_close(found["tags"], eager(tagger, x)["tags"], rtol=1e-4, atol=1e-5)
+    with pytest.raises(DeadlineError):
+        tagger.run([x], timeout_s=1e-9)
+
+
+class Mean(torch.nn.Module):
+    def forward(self, x):
+        return x.mean(1)
+
+
+class Loss(torch.nn.Module):
+    def forward(self, x):
+        return x.mean()
+
+
+@pytest.mark.parametrize(
+    ("module", "dims", "x", "message"),
+    [
+        (Mean(), ("batch", "time"), torch.ones(2, 5), "do not depend on zeros behind time or on other rows"),
+        (Loss(), ("batch", None), torch.ones(2, 5), "first dimension is that of the rows"),
+    ],
+)
+def test_results_that_padding_changes_are_refused(module, dims, x, message):
+    with ModuleModel(module, dims={"x": dims}) as model, pytest.raises(UnsupportedModelError, match=message):
+        model(x)
+
+
+def test_bad_arguments_are_named(tagger):
+    with pytest.raises(
+        InvalidArgumentError, match=r"expected 3 dimensions \(batch, time, None\), got the shape \(2, 4\)"
+    ):
+        tagger(torch.ones(2, 4))
+    with pytest.raises(InvalidArgumentError, match="missing a required argument: 'x'"):
+        tagger()
+    with pytest.raises(InvalidArgumentError, match=r"expected arguments of forward \(x\), got 'y'"):
+        ModuleModel(Mean(), dims={"y": ("batch",)})
+    with pytest.raises(InvalidArgumentError, match="expected a name or None for each dimension"):
+        ModuleModel(Mean(), dims={"x": "batch"})
+    with pytest.raises(InvalidArgumentError, match="quantization: expected no such argument for a Mean"):
+        serve(Mean(), quantization="int8")
+    model = serve(Mean())
+    model.close()
+    with pytest.raises(TorchaxServeError, match="closed"):
+        model(torch.ones(1, 1))
+
+
+@hypothesis.given(
+    strategies.lists(strategies.tuples(strategies.integers(1, 5), strategies.integers(1, 40)), min_size=1)
+)
+def test_a_batch_holds_the_rows_of_its_calls_in_order(sizes):
+    signature = inspect.signature(lambda x: None)
+    dims = {"x": ("batch", "time")}
+    length = max(length for _, length in sizes)
+    calls = [
+        NamedCall.of(signature.bind(torch.full((rows, length), float(at))), dims) for at, (rows, _) in enumerate(sizes)
+    ]
+    assert len({call.key() for call in calls}) == 1
+    whole = joined([call.padded() for call in calls])
+    (x,) = whole.tensors
+    total = sum(rows for rows, _ in sizes)
+    assert x.shape[0] & (x.shape[0] - 1) == 0 and total <= x.shape[0] < 2 * total
+    assert x.shape[1] == bucket_of(length) >= length
+    expected = [float(at) for at, (rows, _) in enumerate(sizes) for _ in range(rows)]
+    assert x[:total, 0].tolist() == expected and not x[:, length:].any()

@@ -1,0 +1,1 @@
+"""Modules of any library on JAX: their methods as programs."""
