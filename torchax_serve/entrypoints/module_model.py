@@ -145,13 +145,13 @@ class ModuleModel:
             found = self._forward(padded[0])
             self._check(calls[0], padded[0], found)
             return [_cut(found, self._shapes_of(calls[0]), None)]
-        whole = joined(padded)
-        output, begin, found = self._forward(whole), 0, []
+        batch = joined(padded)
+        output, begin, found = self._forward(batch), 0, []
         for call in calls:
             end = begin + (call.num_rows or 0)
-            found.append(_cut(output, self._shapes_of(call), (begin, end, whole.lens[BATCH])))
+            found.append(_cut(output, self._shapes_of(call), (begin, end, batch.lens[BATCH])))
             begin = end
-        self._check(calls[0], whole, found[0], is_cut=True)
+        self._check(calls[0], batch, found[0], is_cut=True)
         return found
 
     def _forward(self, call: NamedCall) -> Any:
