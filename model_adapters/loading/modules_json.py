@@ -27,7 +27,8 @@ class ModuleEntry:
     @property
     def is_transformer(self) -> bool:
         """Whether the module is the model itself."""
-        return self.type.startswith("sentence_transformers.") and self.type.endswith(".Transformer")
+        is_theirs = self.type.startswith("sentence_transformers.")
+        return is_theirs and self.type.endswith((".Transformer", ".MLMTransformer"))
 
 
 def read_modules(file: Path) -> list[ModuleEntry]:

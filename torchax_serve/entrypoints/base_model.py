@@ -24,7 +24,7 @@ from torchax_serve.compilation.xla_cache import programs_dir
 from torchax_serve.distributed.hosts.leader import Leader
 from torchax_serve.engine.replica_runtimes import split_runtimes
 from torchax_serve.entrypoints.exportable_model import ExportableModel
-from torchax_serve.entrypoints.text_methods import EmbedsTexts
+from torchax_serve.entrypoints.retrieval_methods import RetrievesTexts
 from torchax_serve.generation.jax_forward import following
 from torchax_serve.generation.jax_model import run_on_jax
 from torchax_serve.pooling.queue import PoolingQueue
@@ -46,7 +46,7 @@ class MissingAttributeError(TorchaxServeError, AttributeError):
     """
 
 
-class BaseModel(EmbedsTexts, ExportableModel):
+class BaseModel(RetrievesTexts, ExportableModel):
     """A model that runs on JAX. A context manager: leaving it frees the weights.
 
     Attributes:

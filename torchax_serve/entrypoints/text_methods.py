@@ -128,7 +128,8 @@ class EmbedsTexts(abc.ABC):
             return warm_up(self._head(), (), shown, closed)
         embedders = [self._embedder(chooses=True)]
         with contextlib.suppress(InvalidArgumentError):  # without files of sentence-transformers requests say it
-            embedders.insert(0, self._embedder(chooses=False))
+            own = self._embedder(chooses=False)
+            embedders = [own] if own.field != embedders[0].field else [own, *embedders]
         return warm_up(embedders[-1], tuple(embedders), shown, closed)
 
     def _embedding(

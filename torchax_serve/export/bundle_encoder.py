@@ -17,6 +17,7 @@ from model_adapters.ops.compressed_weight import Weight
 from torchax_serve.compilation.executable_cache import CachedFunction, ExecutableCache
 from torchax_serve.compilation.xla_cache import programs_dir
 from torchax_serve.engine.options import EngineOptions
+from torchax_serve.entrypoints.retrieval_methods import RetrievesTexts
 from torchax_serve.entrypoints.text_methods import LabelsTexts
 from torchax_serve.export.layout import POOLING_WEIGHT, TEXT_SIZES, TEXTS, TOKENIZER
 from torchax_serve.export.manifest import Manifest
@@ -92,7 +93,7 @@ def _not_traced(weights: Any, arrays: Any, spec: Any) -> NoReturn:
     raise AssertionError("programs of a bundle were traced before")
 
 
-class BundleEncoder(LabelsTexts):
+class BundleEncoder(LabelsTexts, RetrievesTexts):
     """An `EncoderModel` without the PyTorch model. A context manager that frees the weights.
 
     Attributes:

@@ -80,6 +80,11 @@ class TextsExporter:
                 "are not padded, so that each length has a program of its own; serve the model itself"
             )
         own = None if has_head else _own_embedder(loaded, runtime)
+        if own is not None and own.is_sparse:
+            raise UnsupportedModelError(
+                f"export: expected a model with dense embeddings, got {loaded.source.name}, whose embeddings are "
+                "sparse; serve the model itself"
+            )
         limits = [each for each in (options.max_model_len, (own or model).max_len) if each is not None]
         if not limits:
             raise InvalidArgumentError(

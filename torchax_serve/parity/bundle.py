@@ -14,8 +14,8 @@ from torchax_serve.export.bundle_encoder import BundleEncoder
 from torchax_serve.export.bundle_model import BundleModel, load_bundle
 from torchax_serve.export.layout import TEXTS
 from torchax_serve.pooling.batching import rows_of, run
+from torchax_serve.pooling.embedding import HIDDEN
 from torchax_serve.pooling.module_texts import part_of
-from torchax_serve.pooling.warm_up import HIDDEN
 from torchax_serve.runtime.eager import EagerReference
 from torchax_serve.runtime.model_runtime import ModelRuntime
 from torchax_serve.sampling_params import SamplingParams

@@ -10,8 +10,9 @@ if TYPE_CHECKING:
     from torchax_serve.pooling.classification import Classification, RankedDocument, TokenLabel
     from torchax_serve.pooling.embedding import embed
     from torchax_serve.pooling.methods import POOLINGS
+    from torchax_serve.pooling.sparse import SparseEmbedding
 
-__all__ = ["POOLINGS", "Classification", "RankedDocument", "TokenLabel", "embed"]
+__all__ = ["POOLINGS", "Classification", "RankedDocument", "SparseEmbedding", "TokenLabel", "embed"]
 
 __getattr__, __dir__ = lazy_exports(
     __name__,
@@ -19,6 +20,7 @@ __getattr__, __dir__ = lazy_exports(
         "Classification": ".classification",
         "POOLINGS": ".methods",
         "RankedDocument": ".classification",
+        "SparseEmbedding": ".sparse",
         "TokenLabel": ".classification",
         "embed": ".embedding",
     },

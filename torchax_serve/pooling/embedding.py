@@ -10,13 +10,15 @@ import numpy as np
 
 from model_adapters.errors import InvalidArgumentError, UnsupportedModelError
 from torchax_serve.compilation.executable_cache import CachedFunction
-from torchax_serve.pooling.batching import Text, checked_texts, rows_of, run
+from torchax_serve.pooling.batching import Batch, Text, checked_texts, rows_of, run
 from torchax_serve.pooling.layers import ANY_POOLING, Layer, PoolingOptions, Weights, embeddings
 from torchax_serve.pooling.methods import POOLINGS
 from torchax_serve.pooling.text_program import TextProgram
 from torchax_serve.pooling.text_rule import TextRule
 from torchax_serve.pooling.text_tokenizer import TextEncoder
 
+HIDDEN = "last_hidden_state"
+"""Output of a forward with the hidden states of tokens."""
 CHOICES = ", ".join(f'"{name}"' for name in POOLINGS)
 
 
@@ -30,8 +32,9 @@ def embed(
     prompt_name: str | None = None,
     truncate: bool | int | None = None,
     truncate_dim: int | None = None,
+    max_active_dims: int | None = None,
 ) -> np.ndarray:
-    """Returns embeddings of texts.
+    """Returns embeddings of texts; sparse ones with their zeros.
 
     Args:
         embedder: the model; with `pooling` one whose requests choose it.
@@ -43,6 +46,7 @@ def embed(
         truncate: cut texts that are too long (True), or raise (False); a number: cut to so many tokens. None cuts them
             and logs a warning if the checkpoint has files of sentence-transformers, and raises otherwise.
         truncate_dim: number of leading values of each embedding to return; None follows the checkpoint's files.
+        max_active_dims: most values of a sparse embedding that are not 0; None follows the checkpoint's files.
 
     Returns:
         float32[dim] of one text, float32[num_texts, dim] of several, in their order.
@@ -63,6 +67,9 @@ def embed(
         normalize=normalize,
         pooling=_pooling_index(pooling),
     )
+    most = text.max_active_dims if max_active_dims is None else max_active_dims
+    if embedder.is_sparse and most is not None:
+        found = _most_active(found, most)
     return found[0] if isinstance(texts, str) else found
 
 
@@ -70,6 +77,7 @@ class Embedder:
     """A model with its pooling rule, weights and tokenizer; made once per model and rule.
 
     Attributes:
+        name: Name of the model, for messages.
         program: Computes the hidden states.
         layers: From hidden states to embeddings.
         weights: Weights of each layer.
@@ -77,10 +85,11 @@ class Embedder:
         tokenizer: Of the texts.
         pad_id: Padding token.
         max_len: Most tokens of a text; None for any number.
+        field: Output of the forward that the layers read.
+        is_sparse: Whether embeddings are sparse: few of their values, one for each token of the vocabulary, are not 0.
 
     Args:
-        name: Name of the model, for messages.
-        program: As above, and so the others.
+        name: As above, and so the others.
     """
 
     def __init__(
@@ -94,8 +103,10 @@ class Embedder:
         pad_id: int,
         max_len: int | None,
     ) -> None:
-        self._name, self.program, self.layers, self.weights = name, program, layers, weights
+        self.name, self.program, self.layers, self.weights = name, program, layers, weights
         self.rule, self.tokenizer, self.pad_id, self.max_len = rule, tokenizer, pad_id, max_len
+        self.is_sparse = any(layer.kind == "splade" for layer in layers)
+        self.field = "logits" if self.is_sparse else HIDDEN
         kind = "any" if ANY_POOLING in layers else "own"
         self._pool = CachedFunction(program.pools, f"pool_{kind}", self._pooled, is_pure=True)
 
@@ -124,7 +135,7 @@ class Embedder:
         rows, cut = rows_of(self.tokenizer, prompted, None, max_len=max_len, truncate=truncate)
         if cut and not is_explicit:
             self.tokenizer.warn_once(
-                f"{self._name}: texts are cut to {max_len} tokens, as its files say; {len(cut)} of {len(rows)} are "
+                f"{self.name}: texts are cut to {max_len} tokens, as its files say; {len(cut)} of {len(rows)} are "
                 "longer"
             )
         layers = self.layers
@@ -133,11 +144,7 @@ class Embedder:
         lens = [prompt_len if isinstance(each, str) else 0 for each in requested]
         found: list[Any] = [None] * len(rows)
         for batch in run(self.program, rows, self.tokenizer.arguments, pad_id=self.pad_id):
-            hidden = batch.fields.get("last_hidden_state")
-            if hidden is None:
-                raise UnsupportedModelError(
-                    f"expected hidden states of tokens from {self.program.class_name}, got {', '.join(batch.fields)}"
-                )
+            hidden = self._read(batch)
             of_rows = np.zeros(hidden.shape[0], np.int32)
             of_rows[: len(batch.indices)] = [lens[index] for index in batch.indices]
             num_values = self._num_values(hidden.shape[-1], truncate_dim)
@@ -148,6 +155,16 @@ class Embedder:
                 found[index] = values[number]
         return np.stack(found)
 
+    def _read(self, batch: Batch) -> jax.Array:
+        """Returns what the layers read of a batch, [rows, len, width]."""
+        found: jax.Array | None = batch.fields.get(self.field)
+        if found is None or found.ndim != 3:
+            what = "logits" if self.is_sparse else "hidden states"
+            raise UnsupportedModelError(
+                f"expected {what} of tokens from {self.program.class_name}, got {', '.join(batch.fields)}"
+            )
+        return found
+
     def _num_values(self, width: int, requested: Any) -> int:
         """Returns the number of leading values to return; `width` is that of the hidden states."""
         for layer, tensors in zip(self.layers, self.weights, strict=True):
@@ -155,9 +172,24 @@ class Embedder:
             width = tensors["linear.weight"].shape[0] if layer.kind == "dense" else width
         if requested is None:
             return width if self.rule.truncate_dim is None else min(width, self.rule.truncate_dim)
+        if self.is_sparse:
+            raise InvalidArgumentError(
+                f"truncate_dim: expected none for sparse embeddings, whose values are those of the vocabulary, got "
+                f"{requested!r}; call embed_sparse(max_active_dims=)"
+            )
         if isinstance(requested, bool) or not isinstance(requested, int) or not 1 <= requested <= width:
             raise InvalidArgumentError(f"truncate_dim: expected a number from 1 to {width}, got {requested!r}")
         return requested
+
+
+def _most_active(rows: np.ndarray, most: int) -> np.ndarray:
+    """Returns float32[num_texts, dim] with all but the `most` largest values of a row at 0."""
+    if most >= rows.shape[1]:
+        return rows
+    largest = np.argpartition(-rows, most - 1, axis=1)[:, :most]
+    kept = np.zeros_like(rows)
+    np.put_along_axis(kept, largest, np.take_along_axis(rows, largest, 1), 1)
+    return kept
 
 
 def _options(pooling: int, num_values: int, normalize: bool | None) -> PoolingOptions:

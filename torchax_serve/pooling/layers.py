@@ -1,4 +1,4 @@
-"""Layers from hidden states to one embedding, on the device: pooling, dense layers, norms.
+"""Layers from hidden states to embeddings, on the device: pooling, dense layers, norms.
 
 They follow sentence-transformers (Reimers and Gurevych, 2019). Layers in front of the pooling run on each token, layers
 after it on the pooled vector.
@@ -47,13 +47,14 @@ class Layer:
 
     Attributes:
         kind: Kind of the layer.
-        poolings: Poolings of a "pooling" layer, whose results are concatenated in this order.
+        poolings: Poolings of a "pooling" layer, whose results are concatenated in this order; "max" or "sum" of a
+            "splade" layer.
         reads_prompt: Whether a "pooling" layer counts the tokens of the prompt.
-        activation: Activation of a "dense" layer, one of `ACTIVATIONS`.
+        activation: Activation of a "dense" layer, one of `ACTIVATIONS`; "relu" or "log1p_relu" of a "splade" layer.
         has_residual: Whether a "dense" layer adds its input to its output.
     """
 
-    kind: Literal["pooling", "dense", "layer_norm", "normalize"]
+    kind: Literal["pooling", "splade", "dense", "layer_norm", "normalize"]
     poolings: tuple[str, ...] = ()
     reads_prompt: bool = True
     activation: str = "Identity"
@@ -93,7 +94,7 @@ def embeddings(
     Args:
         layers: the layers, of which one pools.
         weights: weights of the layers.
-        hidden: [rows, len, width], hidden states.
+        hidden: [rows, len, width], hidden states; logits for a "splade" layer.
         mask: int32[rows, len], 1 for tokens of the text; each row starts with one.
         prompt_lens: int32[rows], number of prompt tokens at the start of each row.
         options: of the request.
@@ -108,6 +109,8 @@ def embeddings(
                 out = jax.lax.switch(options.pooling, methods, out, counted)
             else:
                 out = jnp.concatenate([pooled(out, counted, name) for name in layer.poolings], -1)
+        elif layer.kind == "splade":
+            out = _splade(layer, out, mask)
         elif layer.kind == "dense":
             out = _dense(layer, tensors, out)
         elif layer.kind == "layer_norm":
@@ -142,6 +145,14 @@ def pooled(hidden: jax.Array, mask: jax.Array, name: str) -> jax.Array:
 
 def _at(hidden: jax.Array, places: jax.Array) -> jax.Array:
     return jnp.take_along_axis(hidden, places[:, None, None], 1)[:, 0]
+
+
+def _splade(layer: Layer, logits: jax.Array, mask: jax.Array) -> jax.Array:
+    """Returns weights of the vocabulary [rows, vocab_size] by SPLADE (Formal et al., 2021)."""
+    weights = jnp.log1p(jax.nn.relu(logits))
+    weights = jnp.log1p(weights) if layer.activation == "log1p_relu" else weights
+    weights = jnp.where(mask[..., None] > 0, weights, 0)  # the smallest weight is 0
+    return weights.max(1) if layer.poolings == ("max",) else weights.sum(1)
 
 
 def _dense(layer: Layer, tensors: Mapping[str, jax.Array], x: jax.Array) -> jax.Array:

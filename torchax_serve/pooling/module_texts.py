@@ -115,7 +115,8 @@ def any_embedder(loaded: LoadedModel, runtime: ModelRuntime) -> Embedder:
 
 
 def _embedder(cls: type[Made], loaded: LoadedModel, runtime: ModelRuntime, rule: EmbeddingRule) -> Made:
-    part = runtime.submodule(part_of(runtime))
+    reads_logits = any(layer.kind == "splade" for layer in rule.layers)
+    part = runtime if reads_logits else runtime.submodule(part_of(runtime))
     return cls(
         loaded.source.name,
         ModuleTexts(part),

@@ -30,7 +30,10 @@ _POOLING_KEYS = {"word_embedding_dimension", "embedding_dimension", "pooling_mod
 _DENSE_KEYS = {"in_features", "out_features", "bias", "activation_function", "use_residual"}
 _PLACES = {"module_input_name", "module_output_name"}
 _TOKENS, _TEXT = "token_embeddings", "sentence_embedding"
-_KINDS = "Transformer, Pooling, Dense, LayerNorm, Normalize and Dropout of sentence_transformers"
+_SPLADE_KEYS = {"pooling_strategy", "activation_function", "embedding_dimension", "word_embedding_dimension"}
+_KINDS = "Transformer, Pooling, SpladePooling, Dense, LayerNorm, Normalize and Dropout of sentence_transformers"
+_POOLS = ("pooling", "splade")
+"""Kinds of layers that make one embedding of those of the tokens."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,13 +71,21 @@ def rule_in(folder: Path | None) -> EmbeddingRule | None:
         return None
     steps: list[tuple[Layer, LayerFiles | None]] = []
     for module in read_modules(root / MODULES):
-        steps += _layers_of(module, root, has_pooled=any(layer.kind == "pooling" for layer, _ in steps))
-    if sum(layer.kind == "pooling" for layer, _ in steps) != 1:
+        steps += _layers_of(module, root, has_pooled=any(layer.kind in _POOLS for layer, _ in steps))
+    kinds = [layer.kind for layer, _ in steps]
+    if (num_pooled := sum(kind in _POOLS for kind in kinds)) != 1:
         raise CheckpointError(
-            f"{root / MODULES}: expected one module of type Pooling, got "
-            f"{sum(layer.kind == 'pooling' for layer, _ in steps)}; pass pooling=, or get the file again"
+            f"{root / MODULES}: expected one module of type Pooling, got {num_pooled}; pass pooling=, or get the file "
+            "again"
         )
-    return EmbeddingRule(tuple(step[0] for step in steps), tuple(step[1] for step in steps), text_rule(root, folder))
+    if "splade" in kinds[1:]:
+        raise UnsupportedModelError(
+            f"{root / MODULES}: expected SpladePooling right behind the model, whose logits it reads, got {kinds[0]} "
+            "between them"
+        )
+    task = "fill-mask" if kinds[0] == "splade" else "feature-extraction"
+    text = text_rule(root, folder, task=task)
+    return EmbeddingRule(tuple(step[0] for step in steps), tuple(step[1] for step in steps), text)
 
 
 def _layers_of(module: ModuleEntry, root: Path, *, has_pooled: bool) -> list[tuple[Layer, LayerFiles | None]]:
@@ -85,6 +96,8 @@ def _layers_of(module: ModuleEntry, root: Path, *, has_pooled: bool) -> list[tup
         return []
     if kind == "Pooling":
         return [(_pooling(read_json(path / "config.json"), path / "config.json"), None)]
+    if kind == "SpladePooling":
+        return [(_splade(read_json(path / "config.json"), path / "config.json"), None)]
     if kind == "Dense":
         config = read_json(path / "config.json")
         _check_place(config, path / "config.json", has_pooled=has_pooled)
@@ -133,6 +146,17 @@ def _pooling(config: dict[str, Any], file: Path) -> Layer:
     if not found or set(found) - set(POOLINGS):
         raise CheckpointError(f"{file}: expected a pooling of {', '.join(POOLINGS)}, got {value}")
     return Layer("pooling", found, reads_prompt=bool(config.get("include_prompt", True)))
+
+
+def _splade(config: dict[str, Any], file: Path) -> Layer:
+    _check_keys(config, _SPLADE_KEYS, file)
+    strategy, activation = config.get("pooling_strategy", "max"), config.get("activation_function", "relu")
+    if strategy not in ("max", "sum") or activation not in ("relu", "log1p_relu"):
+        raise CheckpointError(
+            f"{file}: expected pooling_strategy max or sum and activation_function relu or log1p_relu, got "
+            f"{strategy!r} and {activation!r}"
+        )
+    return Layer("splade", (strategy,), activation=activation)
 
 
 def _dense(config: dict[str, Any], file: Path) -> Layer:

@@ -23,8 +23,8 @@ _ALWAYS_THERE = {"query": "", "document": ""}
 """Prompt names of every model of sentence-transformers; empty unless its files set them."""
 
 _OLD_NAMES = {"model_args": "model_kwargs", "tokenizer_args": "processor_kwargs", "config_args": "config_kwargs"}
-_TASK = "feature-extraction"
-_TEXT_METHOD = {"method": "forward", "method_output_name": "last_hidden_state"}
+_OUTPUTS = {"feature-extraction": "last_hidden_state", "fill-mask": "logits"}
+"""What a model computes of each token, by the task in its files."""
 # Settings of the torch module, which change no result here.
 _OF_TORCH = {"attn_implementation", "add_pooling_layer", "torch_dtype", "dtype", "device_map", "use_safetensors"}
 _OF_TORCH |= {"low_cpu_mem_usage", "trust_remote_code"}
@@ -42,6 +42,7 @@ class TextRule:
         prompts: Texts in front of each text, by name.
         default_prompt: Name of the prompt that is used by default.
         truncate_dim: Number of leading values of an embedding to return; None returns all.
+        max_active_dims: Most values of a sparse embedding, the largest; None for any number.
     """
 
     has_files: bool = False
@@ -50,10 +51,13 @@ class TextRule:
     prompts: Mapping[str, str] = dataclasses.field(default_factory=dict)
     default_prompt: str | None = None
     truncate_dim: int | None = None
+    max_active_dims: int | None = None
 
 
-def text_rule(root: Path, folder: Path) -> TextRule:
+def text_rule(root: Path, folder: Path, *, task: str = "feature-extraction") -> TextRule:
     """Reads the files: those of the checkpoint in `root`, those of the model in `folder`.
+
+    `task` is the one by which the modules behind the model read it.
 
     Raises:
         CheckpointError: a file that is not readable, or has values of another type.
@@ -61,7 +65,7 @@ def text_rule(root: Path, folder: Path) -> TextRule:
     """
     file = next((folder / name for name in _TEXT_FILES if (folder / name).is_file()), folder / _TEXT_FILES[0])
     texts = read_json(file, optional=True)
-    max_len = _checked_texts(texts, file, folder)
+    max_len = _checked_texts(texts, file, folder, task)
     of_all = root / "config_sentence_transformers.json"
     settings = read_json(of_all, optional=True)
     prompts = {**_ALWAYS_THERE, **_prompts(settings.get("prompts"), of_all)}
@@ -77,6 +81,7 @@ def text_rule(root: Path, folder: Path) -> TextRule:
         prompts=prompts,
         default_prompt=default,
         truncate_dim=_positive(settings.get("truncate_dim"), "truncate_dim", of_all),
+        max_active_dims=_positive(settings.get("max_active_dims"), "max_active_dims", of_all),
     )
 
 
@@ -94,7 +99,7 @@ def _positive(value: Any, name: str, file: Path) -> int | None:
     return value
 
 
-def _checked_texts(texts: Mapping[str, Any], file: Path, folder: Path) -> int | None:
+def _checked_texts(texts: Mapping[str, Any], file: Path, folder: Path, task: str) -> int | None:
     """Returns the most tokens of a text by ``sentence_bert_config.json``.
 
     Raises UnsupportedModelError for unsupported settings.
@@ -104,11 +109,12 @@ def _checked_texts(texts: Mapping[str, Any], file: Path, folder: Path) -> int | 
     by_tokenizer = of_tokenizer.pop("model_max_length", None)
     of_torch, of_config = texts.get("model_kwargs") or {}, texts.get("config_kwargs") or {}
     config = read_json(folder / "config.json", optional=True) if of_config else {}
-    modalities = texts.get("modality_config") or {"text": _TEXT_METHOD}
+    method = {"method": "forward", "method_output_name": _OUTPUTS[task]}
+    modalities = texts.get("modality_config") or {"text": method}
     usual = {
-        "transformer_task": texts.get("transformer_task", _TASK) == _TASK,
+        "transformer_task": texts.get("transformer_task", task) == task,
         "module_output_name": texts.get("module_output_name", "token_embeddings") == "token_embeddings",
-        "modality_config": modalities.get("text") == _TEXT_METHOD and "message" not in modalities,
+        "modality_config": modalities.get("text") == method and "message" not in modalities,
         "processor_kwargs": set(of_tokenizer) <= _OF_PADDING,
         "model_kwargs": set(of_torch) <= _OF_TORCH,
         "config_kwargs": all(config.get(key) == value for key, value in of_config.items() if key not in _OF_TORCH),

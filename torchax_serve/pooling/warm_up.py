@@ -16,8 +16,6 @@ from torchax_serve.pooling.classification import TextHead
 from torchax_serve.pooling.embedding import Embedder
 from torchax_serve.pooling.text_tokenizer import IDS
 
-HIDDEN = "last_hidden_state"
-
 
 def warm_up(
     model: TextHead | Embedder,
@@ -29,7 +27,7 @@ def warm_up(
 
     Args:
         model: Its forwards are compiled.
-        embedders: What follows a forward that computes hidden states.
+        embedders: What follows its forward.
         progress: Shows the number of programs.
         cancelled: Returns the reason to stop, if there is one.
 
@@ -68,10 +66,10 @@ def _tasks(
         given = dict.fromkeys(batch_arguments(model.program, model.tokenizer.arguments), array)
 
         def further(fields: Any, mask: Any = array) -> Iterator[CompileTask]:
-            hidden = fields.get(HIDDEN)
-            if hidden is not None:
-                placed = jax.ShapeDtypeStruct(hidden.shape, hidden.dtype, sharding=of_results)
-                for each in embedders:
+            for each in embedders:
+                hidden = fields.get(each.field)
+                if hidden is not None:
+                    placed = jax.ShapeDtypeStruct(hidden.shape, hidden.dtype, sharding=of_results)
                     yield CompileTask("pool", functools.partial(each.compile_pooling, placed, mask))
 
         yield CompileTask(shape, functools.partial(model.program.compile, given)).then(further)
