@@ -102,7 +102,7 @@ def test_other_settings_of_the_files(splade, tmp_path):
 
 def test_what_is_no_sparse_model_is_refused(splade, tmp_path):
     served, _ = splade
-    with pytest.raises(UnsupportedModelError, match="export: expected a model with dense embeddings"):
+    with pytest.raises(UnsupportedModelError, match="export: expected a model with one dense embedding"):
         served.export(tmp_path / "bundle")
     folder(tmp_path, "BertModel")
     modules = [{"path": "", "type": BASE + "models.Transformer"}, {"path": "1", "type": BASE + "models.Pooling"}]

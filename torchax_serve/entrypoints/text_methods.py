@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import abc
 import contextlib
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,7 +13,7 @@ from model_adapters.errors import InvalidArgumentError
 from model_adapters.loading.progress import Progress, SilentProgress
 from torchax_serve.pooling import classification
 from torchax_serve.pooling.batching import Text, checked_texts
-from torchax_serve.pooling.classification import Classification, RankedDocument, TextHead, TokenLabel
+from torchax_serve.pooling.classification import Classification, TextHead, TokenLabel
 from torchax_serve.pooling.embedding import Embedder
 from torchax_serve.pooling.embedding import embed as embed_texts
 from torchax_serve.pooling.queue import PoolingQueue, QueuedTexts
@@ -25,9 +24,11 @@ class EmbedsTexts(abc.ABC):
 
     Attributes:
         class_name: Class of its transformers model.
+        embeds_by_files: Whether the checkpoint's files say how tokens become one embedding (``modules.json``).
     """
 
     class_name: str
+    embeds_by_files: bool
     _pooling_queue: PoolingQueue
 
     @abc.abstractmethod
@@ -162,7 +163,7 @@ class EmbedsTexts(abc.ABC):
 
 
 class LabelsTexts(EmbedsTexts):
-    """A model with labels or scores of texts, if its class has a head for them."""
+    """A model with labels of texts, if its class has a head for them."""
 
     def classify(
         self,
@@ -229,62 +230,6 @@ class LabelsTexts(EmbedsTexts):
         call = self._call(classification.classify_tokens, checked_texts(texts), truncate)
         found = await call.run_async(timeout_s, queue_timeout_s)
         return found[0] if isinstance(texts, str) else found
-
-    def rerank(
-        self,
-        query: str,
-        documents: Sequence[str],
-        *,
-        top_k: int | None = None,
-        truncate: bool | int | None = None,
-        timeout_s: float | None = None,
-        queue_timeout_s: float | None = None,
-    ) -> list[RankedDocument]:
-        """Returns documents by their score for `query`, the best first; for cross-encoders.
-
-        Args:
-            query: a text.
-            documents: texts.
-            top_k: number of documents to return; None returns all.
-            truncate: cut pairs that are too long, the longer text first (True; a number: to so many tokens), or raise
-                (False). None cuts them as
-                sentence-transformers does and logs a warning.
-            timeout_s: as in `embed`.
-            queue_timeout_s: as in `embed`.
-
-        Raises:
-            UnsupportedModelError: the model is not a cross-encoder with one score.
-            InvalidArgumentError: no query, no documents, or a pair that is too long.
-            QueueFullError: too many texts are waiting.
-            DeadlineError: a time limit has passed.
-        """
-        limits: dict[str, Any] = {"timeout_s": timeout_s, "queue_timeout_s": queue_timeout_s}
-        score = functools.partial(self.score_pairs, truncate=truncate, **limits)
-        return classification.rerank(self._head(), query, documents, top_k=top_k, score_pairs=score)
-
-    def score_pairs(
-        self,
-        pairs: Sequence[tuple[str, str]],
-        *,
-        truncate: bool | int | None = None,
-        timeout_s: float | None = None,
-        queue_timeout_s: float | None = None,
-    ) -> np.ndarray:
-        """Returns the scores of pairs of a query and a document, float32[num_pairs]; see `rerank`."""
-        call = self._call(classification.score_pairs, pairs, truncate)
-        return np.asarray(call.run(timeout_s, queue_timeout_s), np.float32)
-
-    async def ascore_pairs(
-        self,
-        pairs: Sequence[tuple[str, str]],
-        *,
-        truncate: bool | int | None = None,
-        timeout_s: float | None = None,
-        queue_timeout_s: float | None = None,
-    ) -> np.ndarray:
-        """Works as `score_pairs`, without blocking the event loop."""
-        call = self._call(classification.score_pairs, pairs, truncate)
-        return np.asarray(await call.run_async(timeout_s, queue_timeout_s), np.float32)
 
     def _call(self, function: Callable[..., Any], items: Sequence[Any], truncate: bool | int | None) -> QueuedTexts:
         self._followed()

@@ -80,10 +80,10 @@ class TextsExporter:
                 "are not padded, so that each length has a program of its own; serve the model itself"
             )
         own = None if has_head else _own_embedder(loaded, runtime)
-        if own is not None and own.is_sparse:
+        if own is not None and (own.is_sparse or own.tokens is not None):
             raise UnsupportedModelError(
-                f"export: expected a model with dense embeddings, got {loaded.source.name}, whose embeddings are "
-                "sparse; serve the model itself"
+                f"export: expected a model with one dense embedding for a text, got {loaded.source.name}, which has "
+                f"{'sparse ones' if own.is_sparse else 'one for each token'}; serve the model itself"
             )
         limits = [each for each in (options.max_model_len, (own or model).max_len) if each is not None]
         if not limits:

@@ -133,7 +133,7 @@ def run(program: TextProgram, rows: Sequence[Row], names: Iterable[str], *, pad_
 
     Args:
         program: of the submodule that is called.
-        rows: token ids and other arguments of texts of any lengths.
+        rows: token ids and other arguments of texts of any lengths; the mask only where some tokens are not seen.
         names: arguments that the tokenizer makes of a text; a row that lacks some has zeros there, whichever rows are
             in its batch.
         pad_id: padding token; None for a model that does not recognise padding: each batch has one row then.
@@ -203,7 +203,7 @@ def _forward(
     arguments = batch_arguments(program, names)
     given = {name: np.zeros((num_rows, width), np.int32) for name in arguments} | {IDS: ids}
     for number, row in enumerate(rows):
-        mask[number, : len(row[IDS])] = 1
+        mask[number, : len(row[IDS])] = row.get(MASK, 1)
         _check_ids(row[IDS], program.vocab_size)  # before int32, which holds not every number
         for name in given.keys() & row.keys():
             given[name][number, : len(row[name])] = row[name]

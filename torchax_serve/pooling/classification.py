@@ -88,7 +88,7 @@ class TextHead:
 def classify(head: TextHead, texts: str | Sequence[Text], *, truncate: bool | int) -> Any:
     """See `torchax_serve.EncoderModel.classify`."""
     requested = checked_texts(texts)
-    _require(head, "classify")
+    require(head, "classify")
     rows, _ = rows_of(head.tokenizer, requested, None, max_len=head.max_len, truncate=truncate)
     logits = text_logits(head, rows)
     names = _names(head, logits.shape[-1])
@@ -99,7 +99,7 @@ def classify(head: TextHead, texts: str | Sequence[Text], *, truncate: bool | in
 def classify_tokens(head: TextHead, texts: str | Sequence[Text], *, truncate: bool | int) -> Any:
     """See `torchax_serve.EncoderModel.classify_tokens`."""
     requested = checked_texts(texts)
-    _require(head, "classify_tokens")
+    require(head, "classify_tokens")
     rows, _ = rows_of(head.tokenizer, requested, None, max_len=head.max_len, truncate=truncate)
     found: list[Any] = [None] * len(rows)
     for batch in run(head.program, rows, head.tokenizer.arguments, pad_id=head.pad_id):
@@ -111,7 +111,6 @@ def classify_tokens(head: TextHead, texts: str | Sequence[Text], *, truncate: bo
 
 
 def rerank(
-    head: TextHead,
     query: str,
     documents: Sequence[str],
     *,
@@ -119,7 +118,6 @@ def rerank(
     score_pairs: Callable[[Sequence[tuple[str, str]]], np.ndarray],
 ) -> list[RankedDocument]:
     """Implements `torchax_serve.EncoderModel.rerank` by the scores of `score_pairs`."""
-    _require(head, "rerank")
     if not isinstance(query, str) or not query:
         raise InvalidArgumentError(f"query: expected some text, got {query!r}")
     if isinstance(documents, str) or not documents or not all(isinstance(each, str) for each in documents):
@@ -137,7 +135,7 @@ def score_pairs(head: TextHead, pairs: Sequence[tuple[str, str]], *, truncate: b
 
     Errors are those of `rerank`.
     """
-    _require(head, "rerank")
+    require(head, "rerank")
     tokenizer, max_len = head.tokenizer, head.max_len
     queries, documents = [query for query, _ in pairs], [document for _, document in pairs]
     rows, cut = rows_of(tokenizer, queries, documents, max_len=max_len, truncate=True if truncate is None else truncate)
@@ -165,7 +163,7 @@ def text_logits(head: TextHead, rows: Sequence[Row]) -> np.ndarray:
     return np.stack(found)
 
 
-def _require(head: TextHead, task: str) -> None:
+def require(head: TextHead, task: str) -> None:
     """Raises UnsupportedModelError unless the class of the model has a task."""
     if not head.class_name.endswith(HEADS[task]):
         raise UnsupportedModelError(

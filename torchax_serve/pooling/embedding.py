@@ -15,7 +15,8 @@ from torchax_serve.pooling.layers import ANY_POOLING, Layer, PoolingOptions, Wei
 from torchax_serve.pooling.methods import POOLINGS
 from torchax_serve.pooling.text_program import TextProgram
 from torchax_serve.pooling.text_rule import TextRule
-from torchax_serve.pooling.text_tokenizer import TextEncoder
+from torchax_serve.pooling.text_tokenizer import IDS, Row, TextEncoder
+from torchax_serve.pooling.token_rule import VectorTokens
 
 HIDDEN = "last_hidden_state"
 """Output of a forward with the hidden states of tokens."""
@@ -56,7 +57,12 @@ def embed(
         UnsupportedModelError: a model without hidden states of tokens.
     """
     text = embedder.rule
-    chosen = _prompt(text, prompt, prompt_name)
+    if embedder.tokens is not None:
+        raise UnsupportedModelError(
+            f"embed: expected a model with one embedding for a text, got {embedder.name}, which has one for each "
+            "token; call embed_tokens(), or pass pooling="
+        )
+    chosen = chosen_prompt(text, prompt, prompt_name)
     requested = checked_texts(texts)
     found = embedder.embeddings(
         requested,
@@ -86,6 +92,7 @@ class Embedder:
         pad_id: Padding token.
         max_len: Most tokens of a text; None for any number.
         field: Output of the forward that the layers read.
+        tokens: Which tokens have an embedding, of a multi-vector model; None: each text has one.
         is_sparse: Whether embeddings are sparse: few of their values, one for each token of the vocabulary, are not 0.
 
     Args:
@@ -102,9 +109,11 @@ class Embedder:
         tokenizer: TextEncoder,
         pad_id: int,
         max_len: int | None,
+        tokens: VectorTokens | None = None,
     ) -> None:
         self.name, self.program, self.layers, self.weights = name, program, layers, weights
         self.rule, self.tokenizer, self.pad_id, self.max_len = rule, tokenizer, pad_id, max_len
+        self.tokens = tokens
         self.is_sparse = any(layer.kind == "splade" for layer in layers)
         self.field = "logits" if self.is_sparse else HIDDEN
         kind = "any" if ANY_POOLING in layers else "own"
@@ -154,6 +163,24 @@ class Embedder:
             for number, index in enumerate(batch.indices):
                 found[index] = values[number]
         return np.stack(found)
+
+    def token_values(self, rows: Sequence[Row], *, normalize: bool | None) -> list[np.ndarray]:
+        """Returns the embedding of each token of rows, float32[len, dim] each.
+
+        It is what the layers make of the hidden states in a multi-vector model, else the hidden states.
+        """
+        layers, weights = (self.layers, self.weights) if self.tokens is not None else ((), ())
+        found: list[Any] = [None] * len(rows)
+        for batch in run(self.program, rows, self.tokenizer.arguments, pad_id=self.pad_id):
+            hidden = self._read(batch)
+            num_values = self._num_values(hidden.shape[-1], None) if layers else hidden.shape[-1]
+            no_prompts = np.zeros(hidden.shape[0], np.int32)
+            options = _options(0, num_values, normalize)
+            made = self._pool({}, weights, hidden, batch.mask, no_prompts, options, spec=layers)
+            values = np.asarray(made, np.float32)
+            for number, index in enumerate(batch.indices):
+                found[index] = values[number, : len(rows[index][IDS])]
+        return found
 
     def _read(self, batch: Batch) -> jax.Array:
         """Returns what the layers read of a batch, [rows, len, width]."""
@@ -210,7 +237,12 @@ def _pooling_index(pooling: str | None) -> int:
     return POOLINGS.index(pooling)
 
 
-def _prompt(text: TextRule, prompt: str | None, name: str | None) -> str:
+def chosen_prompt(text: TextRule, prompt: str | None, name: str | None) -> str:
+    """Returns the text in front of each text: `prompt`, that of a name, or the default.
+
+    Raises:
+        InvalidArgumentError: both are given, or an unknown name.
+    """
     if prompt is not None:
         if name is not None:
             raise InvalidArgumentError("prompt and prompt_name: expected one of them, got both; leave one out")

@@ -24,6 +24,7 @@ from torchax_serve.pooling.sentence_transformers import EmbeddingRule, LayerFile
 from torchax_serve.pooling.text_program import TextProgram
 from torchax_serve.pooling.text_rule import read_json
 from torchax_serve.pooling.text_tokenizer import MASK, TextTokenizer
+from torchax_serve.pooling.token_rule import VectorTokens
 from torchax_serve.runtime.model_runtime import ModelRuntime
 
 _READS_NO_PROMPT = {"hkunlp/instructor-base", "hkunlp/instructor-large", "hkunlp/instructor-xl"}
@@ -117,16 +118,29 @@ def any_embedder(loaded: LoadedModel, runtime: ModelRuntime) -> Embedder:
 def _embedder(cls: type[Made], loaded: LoadedModel, runtime: ModelRuntime, rule: EmbeddingRule) -> Made:
     reads_logits = any(layer.kind == "splade" for layer in rule.layers)
     part = runtime if reads_logits else runtime.submodule(part_of(runtime))
+    tokens = None
+    if rule.tokens is not None:
+        tokens = VectorTokens.of(rule.tokens, _tokenizer_of(loaded), loaded.source.name)
+    prefixes = () if rule.tokens is None else rule.tokens.prefixes
     return cls(
         loaded.source.name,
         ModuleTexts(part),
         rule.layers,
         tuple(_weights_of(files, allow_pickle=loaded.allow_pickle) for files in rule.files),
         rule.text,
-        TextTokenizer(loaded, lower_case=rule.text.lower_case),
+        TextTokenizer(loaded, lower_case=rule.text.lower_case, prefixes=prefixes),
         pad_id_of(loaded, runtime),
         limit_of(loaded, part, rule.text.max_len),
+        tokens,
     )
+
+
+def _tokenizer_of(loaded: LoadedModel) -> Any:
+    """Returns the tokenizer; raises CheckpointError if the model came without one."""
+    tokenizer = loaded.tokenizer()
+    if tokenizer is None:
+        raise CheckpointError(f"{loaded.source.name}: expected the files of a tokenizer next to the weights, got none")
+    return tokenizer
 
 
 def head_of(loaded: LoadedModel, runtime: ModelRuntime) -> TextHead:

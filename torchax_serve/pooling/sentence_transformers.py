@@ -7,7 +7,7 @@ each layer has a folder with a configuration, and two files next to the model co
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,8 @@ from model_adapters.errors import CheckpointError, UnsupportedModelError
 from model_adapters.loading.modules_json import MODULES, ModuleEntry, modules_root, read_modules
 from torchax_serve.pooling.layers import ACTIVATIONS, Layer
 from torchax_serve.pooling.methods import POOLINGS
-from torchax_serve.pooling.text_rule import TextRule, read_json, text_rule
+from torchax_serve.pooling.text_rule import TextRule, read_json, text_rule, texts_file
+from torchax_serve.pooling.token_rule import MODEL_TYPES, TokenRule, prompts_with_prefixes, token_rule
 
 _FLAGS = {
     "pooling_mode_cls_token": "cls",
@@ -31,7 +32,11 @@ _DENSE_KEYS = {"in_features", "out_features", "bias", "activation_function", "us
 _PLACES = {"module_input_name", "module_output_name"}
 _TOKENS, _TEXT = "token_embeddings", "sentence_embedding"
 _SPLADE_KEYS = {"pooling_strategy", "activation_function", "embedding_dimension", "word_embedding_dimension"}
-_KINDS = "Transformer, Pooling, SpladePooling, Dense, LayerNorm, Normalize and Dropout of sentence_transformers"
+_OF_TOKENS = frozenset({"query_length", "document_length", "query_expansion"})
+"""Settings of texts that multi-vector models alone have."""
+_KINDS = "Transformer, Pooling, SpladePooling, MultiVectorMask, Dense, LayerNorm, Normalize and Dropout of "
+_KINDS += "sentence_transformers"
+_PYLATE_DENSE = "pylate.models.Dense.Dense"
 _POOLS = ("pooling", "splade")
 """Kinds of layers that make one embedding of those of the tokens."""
 
@@ -52,11 +57,13 @@ class EmbeddingRule:
         layers: Layers in their order.
         files: Weight file of each layer; None for a layer without weights.
         text: How texts are tokenized.
+        tokens: Which tokens have an embedding, of a multi-vector model; None: each text has one.
     """
 
     layers: tuple[Layer, ...]
     files: tuple[LayerFiles | None, ...]
     text: TextRule = dataclasses.field(default_factory=TextRule)
+    tokens: TokenRule | None = None
 
 
 def rule_in(folder: Path | None) -> EmbeddingRule | None:
@@ -69,8 +76,13 @@ def rule_in(folder: Path | None) -> EmbeddingRule | None:
     root = None if folder is None else modules_root(folder)
     if root is None or folder is None:
         return None
+    file = root / "config_sentence_transformers.json"
+    settings, modules = read_json(file, optional=True), read_modules(root / MODULES)
+    masks = [root / each.path / "config.json" for each in modules if each.type.endswith(".MultiVectorMask")]
+    if masks or settings.get("model_type") in MODEL_TYPES:
+        return _multi_vector(root, folder, modules, settings, read_json(masks[0]) if masks else None)
     steps: list[tuple[Layer, LayerFiles | None]] = []
-    for module in read_modules(root / MODULES):
+    for module in modules:
         steps += _layers_of(module, root, has_pooled=any(layer.kind in _POOLS for layer, _ in steps))
     kinds = [layer.kind for layer, _ in steps]
     if (num_pooled := sum(kind in _POOLS for kind in kinds)) != 1:
@@ -88,11 +100,36 @@ def rule_in(folder: Path | None) -> EmbeddingRule | None:
     return EmbeddingRule(tuple(step[0] for step in steps), tuple(step[1] for step in steps), text)
 
 
-def _layers_of(module: ModuleEntry, root: Path, *, has_pooled: bool) -> list[tuple[Layer, LayerFiles | None]]:
+def _multi_vector(
+    root: Path,
+    folder: Path,
+    modules: Sequence[ModuleEntry],
+    settings: Mapping[str, Any],
+    mask: Mapping[str, Any] | None,
+) -> EmbeddingRule:
+    """Returns the rule of a multi-vector model, whose layers read hidden states of tokens."""
+    steps: list[tuple[Layer, LayerFiles | None]] = []
+    for module in modules:
+        steps += _layers_of(module, root, has_pooled=False, default=_TOKENS)
+    if any(layer.kind in _POOLS for layer, _ in steps):
+        raise UnsupportedModelError(f"{root / MODULES}: expected no pooling in a multi-vector model, got one")
+    if mask is None:  # PyLate scales embeddings outside of its modules
+        steps.append((Layer("normalize"), None))
+    text = text_rule(root, folder, others=_OF_TOKENS)
+    text = dataclasses.replace(text, prompts=prompts_with_prefixes(text.prompts, settings))
+    file = root / "config_sentence_transformers.json"
+    tokens = token_rule(read_json(texts_file(folder), optional=True), settings, mask, file)
+    return EmbeddingRule(tuple(step[0] for step in steps), tuple(step[1] for step in steps), text, tokens)
+
+
+def _layers_of(
+    module: ModuleEntry, root: Path, *, has_pooled: bool, default: str = _TEXT
+) -> list[tuple[Layer, LayerFiles | None]]:
+    """Returns the layers of a module, which reads `default` unless its files name an input."""
     kind, path = module.type.rpartition(".")[2], root / module.path
-    if not module.type.startswith("sentence_transformers."):
+    if not module.type.startswith("sentence_transformers.") and module.type != _PYLATE_DENSE:
         kind = ""  # code of somebody's own, whatever its name
-    if module.is_transformer or kind == "Dropout":
+    if module.is_transformer or kind == "Dropout" or (kind == "MultiVectorMask" and default == _TOKENS):
         return []
     if kind == "Pooling":
         return [(_pooling(read_json(path / "config.json"), path / "config.json"), None)]
@@ -100,14 +137,15 @@ def _layers_of(module: ModuleEntry, root: Path, *, has_pooled: bool) -> list[tup
         return [(_splade(read_json(path / "config.json"), path / "config.json"), None)]
     if kind == "Dense":
         config = read_json(path / "config.json")
-        _check_place(config, path / "config.json", has_pooled=has_pooled)
+        _check_place({"module_input_name": default} | config, path / "config.json", has_pooled=has_pooled)
         return [(_dense(config, path / "config.json"), LayerFiles(path, _dense_shapes(config, path / "config.json")))]
     if kind == "LayerNorm":
-        _check_place({}, path, has_pooled=has_pooled)
+        _check_place({"module_input_name": default}, path, has_pooled=has_pooled)
         size = _size(read_json(path / "config.json"), "dimension", path / "config.json")
         return [(Layer("layer_norm"), LayerFiles(path, {"norm.weight": (size,), "norm.bias": (size,)}))]
     if kind == "Normalize":
-        _check_place(read_json(path / "config.json", optional=True), path / "config.json", has_pooled=has_pooled)
+        config = {"module_input_name": default} | read_json(path / "config.json", optional=True)
+        _check_place(config, path / "config.json", has_pooled=has_pooled)
         return [(Layer("normalize"), None)]
     raise UnsupportedModelError(
         f"{root / MODULES} has a module of type {module.type}, expected {_KINDS}; pass pooling= to leave the file out "

@@ -43,6 +43,7 @@ class TextRule:
         default_prompt: Name of the prompt that is used by default.
         truncate_dim: Number of leading values of an embedding to return; None returns all.
         max_active_dims: Most values of a sparse embedding, the largest; None for any number.
+        similarity: Name of the similarity of embeddings; None follows their kind.
     """
 
     has_files: bool = False
@@ -52,20 +53,25 @@ class TextRule:
     default_prompt: str | None = None
     truncate_dim: int | None = None
     max_active_dims: int | None = None
+    similarity: str | None = None
 
 
-def text_rule(root: Path, folder: Path, *, task: str = "feature-extraction") -> TextRule:
+def text_rule(
+    root: Path, folder: Path, *, task: str = "feature-extraction", others: frozenset[str] = frozenset()
+) -> TextRule:
     """Reads the files: those of the checkpoint in `root`, those of the model in `folder`.
 
-    `task` is the one by which the modules behind the model read it.
+    `task` is the one by which the modules behind the model read it, `others` are settings of texts that another rule
+    reads.
 
     Raises:
         CheckpointError: a file that is not readable, or has values of another type.
         UnsupportedModelError: a setting that is not supported.
     """
-    file = next((folder / name for name in _TEXT_FILES if (folder / name).is_file()), folder / _TEXT_FILES[0])
+    file = texts_file(folder)
     texts = read_json(file, optional=True)
-    max_len = _checked_texts(texts, file, folder, task)
+    checked = {name: value for name, value in texts.items() if name not in others}
+    max_len = _checked_texts(checked, file, folder, task)
     of_all = root / "config_sentence_transformers.json"
     settings = read_json(of_all, optional=True)
     prompts = {**_ALWAYS_THERE, **_prompts(settings.get("prompts"), of_all)}
@@ -80,9 +86,16 @@ def text_rule(root: Path, folder: Path, *, task: str = "feature-extraction") -> 
         lower_case=bool(texts.get("do_lower_case", False)),
         prompts=prompts,
         default_prompt=default,
-        truncate_dim=_positive(settings.get("truncate_dim"), "truncate_dim", of_all),
-        max_active_dims=_positive(settings.get("max_active_dims"), "max_active_dims", of_all),
+        truncate_dim=positive(settings.get("truncate_dim"), "truncate_dim", of_all),
+        max_active_dims=positive(settings.get("max_active_dims"), "max_active_dims", of_all),
+        similarity=_similarity(settings.get("similarity_fn_name"), of_all),
     )
+
+
+def texts_file(folder: Path) -> Path:
+    """Returns the file about texts of the model in `folder`, which may not exist."""
+    found = (folder / name for name in _TEXT_FILES if (folder / name).is_file())
+    return next(found, folder / _TEXT_FILES[0])
 
 
 def _prompts(value: Any, file: Path) -> dict[str, str]:
@@ -93,7 +106,14 @@ def _prompts(value: Any, file: Path) -> dict[str, str]:
     return {name: text or "" for name, text in value.items()}
 
 
-def _positive(value: Any, name: str, file: Path) -> int | None:
+def _similarity(value: Any, file: Path) -> str | None:
+    if value is not None and not isinstance(value, str):
+        raise CheckpointError(f"{file}: similarity_fn_name is {value!r:.80}, expected a name")
+    return None if value is None else {"dot_product": "dot"}.get(value, value)
+
+
+def positive(value: Any, name: str, file: Path) -> int | None:
+    """Returns a setting that is a positive number or None; else raises CheckpointError."""
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
         raise CheckpointError(f"{file}: {name} is {value!r}, expected a positive number")
     return value
@@ -127,7 +147,7 @@ def _checked_texts(texts: Mapping[str, Any], file: Path, folder: Path, task: str
             f"{file}: {wrong[0]} is {repr(texts[wrong[0]])[:120]}, which is not honoured here; pass pooling= to leave "
             "the files of sentence-transformers out of account"
         )
-    return _positive(by_tokenizer or texts.get("max_seq_length"), "max_seq_length", file)
+    return positive(by_tokenizer or texts.get("max_seq_length"), "max_seq_length", file)
 
 
 def read_json(file: Path, *, optional: bool = False) -> Any:

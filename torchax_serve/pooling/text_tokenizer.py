@@ -9,7 +9,7 @@ import logging
 import threading
 from typing import TYPE_CHECKING, Any
 
-from tokenizers import normalizers
+from tokenizers import AddedToken, normalizers
 
 from model_adapters.errors import InvalidArgumentError
 
@@ -78,16 +78,17 @@ class TextTokenizer(TextEncoder):
     Args:
         loaded: the model.
         lower_case: convert texts to lower case, except special tokens, as sentence-transformers does.
+        prefixes: texts whose first token is one of the vocabulary and may not be taken apart, as PyLate's are.
     """
 
-    def __init__(self, loaded: LoadedModel, *, lower_case: bool = False) -> None:
+    def __init__(self, loaded: LoadedModel, *, lower_case: bool = False, prefixes: tuple[str, ...] = ()) -> None:
         super().__init__()
-        self._loaded, self._lower_case = loaded, lower_case
+        self._loaded, self._lower_case, self._prefixes = loaded, lower_case, prefixes
 
     def rows_of(self, text: str, pair: str | None, max_len: int | None) -> tuple[Row, int]:
         """Returns as `TextEncoder.rows_of`."""
         given = (text,) if pair is None else (text, pair)
-        if self._lower_case:
+        if self._lower_case or self._prefixes:
             with self._lock:
                 row = _row(self._own(*given, verbose=False))
         else:
@@ -124,6 +125,7 @@ class TextTokenizer(TextEncoder):
     @functools.cached_property
     def _own(self) -> Any:
         found = copy.deepcopy(self._shared())
+        keep_prefixes(found, self._prefixes)
         if not self._lower_case:
             return found
         if not found.is_fast:
@@ -131,6 +133,18 @@ class TextTokenizer(TextEncoder):
             return found
         lower_cased(found.backend_tokenizer)
         return found
+
+
+def keep_prefixes(tokenizer: Any, prefixes: tuple[str, ...]) -> None:
+    """Makes special tokens of the first tokens of prefixes that would be taken apart."""
+    vocab = tokenizer.get_vocab()
+    wanted = []
+    for prefix in filter(str.strip, prefixes):
+        token = next((each for each in (prefix, prefix.split(None, 1)[0]) if each in vocab), None)
+        if token is not None and tokenizer.tokenize(token) != [token]:
+            wanted.append(AddedToken(token, normalized=False, special=True))
+    if wanted:
+        tokenizer.add_tokens(wanted, special_tokens=True)
 
 
 def lower_cased(backend: Any) -> None:
