@@ -6,12 +6,15 @@ It holds the weights on the device until it is closed.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import jax
+import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
@@ -27,10 +30,11 @@ from torchax_serve.entrypoints.exportable_model import ExportableModel
 from torchax_serve.entrypoints.retrieval_methods import RetrievesTexts
 from torchax_serve.generation.jax_forward import following
 from torchax_serve.generation.jax_model import run_on_jax
+from torchax_serve.pooling.logit_score import LogitScoreRule, has_logit_score, logit_score_rule, score_pairs
 from torchax_serve.pooling.queue import PoolingQueue
 from torchax_serve.runtime.call_arguments import check_surroundings
 from torchax_serve.runtime.model_runtime import ModelRuntime
-from torchax_serve.text.prompt import TextFacts
+from torchax_serve.text.prompt import TextFacts, TextModel
 from torchax_serve.validation.owner_process import OwnerProcess
 
 if TYPE_CHECKING:
@@ -58,6 +62,7 @@ class BaseModel(RetrievesTexts, ExportableModel):
         recorded_executables: Programs of an engine that a `RecordedModel` has begun; None if there is none.
         embeds: Whether it has embeddings of texts.
         embeds_by_files: Whether the checkpoint's files say how tokens become one (``modules.json``).
+        scores_by_logits: Whether they say by which tokens' logits it scores pairs (LogitScore).
     """
 
     embeds = True
@@ -76,7 +81,8 @@ class BaseModel(RetrievesTexts, ExportableModel):
         self.dtype: torch.dtype = loaded.module.dtype
         self.dtype_name = str(self.dtype).removeprefix("torch.")
         self.load_report = loaded.report
-        self.embeds_by_files = _has_modules(loaded)
+        self.scores_by_logits = loaded.module.can_generate() and _scores_by_logits(loaded)
+        self.embeds_by_files = _has_modules(loaded) and not self.scores_by_logits
         if loaded.sharding is None:
             self._runtimes = [ModelRuntime(loaded.module, loaded.weights, programs_of(loaded))]
         else:
@@ -172,6 +178,14 @@ class BaseModel(RetrievesTexts, ExportableModel):
             )
         return (any_embedder if chooses else own_embedder)(self._followed(), self._runtimes[0])
 
+    def _scores_of_pairs(self, pairs: Sequence[tuple[str, str]], truncate: bool | int | None) -> np.ndarray:
+        if not self.scores_by_logits:
+            return super()._scores_of_pairs(pairs, truncate)
+        loaded = self._followed()
+        assert loaded.files_folder is not None
+        rule = loaded.once(LogitScoreRule, functools.partial(logit_score_rule, loaded.files_folder))
+        return score_pairs(cast("TextModel", self), rule, pairs, truncate=truncate)
+
     def _head(self) -> TextHead:
         from torchax_serve.pooling.module_texts import head_of
 
@@ -264,6 +278,12 @@ class BaseModel(RetrievesTexts, ExportableModel):
         if self._loaded is None:
             raise TorchaxServeError("expected an open model, this one is closed; call serve() again")
         return self._loaded
+
+
+def _scores_by_logits(loaded: LoadedModel) -> bool:
+    with contextlib.suppress(CheckpointError):  # which `embed` raises
+        return has_logit_score(loaded.files_folder)
+    return False
 
 
 def _has_modules(loaded: LoadedModel) -> bool:

@@ -20,7 +20,13 @@ from torchax_serve.pooling.sparse import embed_sparse as sparse_embeddings
 
 
 class RetrievesTexts(EmbedsTexts):
-    """A model with embeddings for retrieval, if the checkpoint's files describe them."""
+    """A model with embeddings for retrieval, if the checkpoint's files describe them.
+
+    Attributes:
+        scores_by_logits: Whether the files say by which tokens' logits a model that generates scores pairs.
+    """
+
+    scores_by_logits = False
 
     def embed_sparse(
         self,
@@ -159,8 +165,8 @@ class RetrievesTexts(EmbedsTexts):
     ) -> list[RankedDocument]:
         """Returns documents by their score for `query`, the best first.
 
-        The score is that of a cross-encoder, or of other models the similarity of embeddings, as the checkpoint's files
-        say: cosine of one embedding for each text, MaxSim of one for each token.
+        The score is that of a cross-encoder, or of other models what the checkpoint's files say: the similarity of
+        embeddings (cosine of one for each text, MaxSim of one for each token), or the logits of yes and no.
 
         Args:
             query: a text.
@@ -237,15 +243,19 @@ class RetrievesTexts(EmbedsTexts):
 
     def _check_scores(self) -> None:
         """Raises UnsupportedModelError for a model without scores of pairs."""
-        if not self.embeds_by_files:
+        if not self.embeds_by_files and not self.scores_by_logits:
             classification.require(self._head(), "rerank")
+
+    def _scores_of_pairs(self, pairs: Sequence[tuple[str, str]], truncate: bool | int | None) -> np.ndarray:
+        """Returns float32[num_pairs]."""
+        if self._is_cross_encoder or not self.embeds_by_files:
+            return classification.score_pairs(self._head(), pairs, truncate=truncate)
+        return similarity.score_pairs(self._embedder(chooses=False), pairs, truncate=truncate)
 
     def _scoring(self, pairs: Sequence[tuple[str, str]], truncate: bool | int | None) -> QueuedTexts:
         self._followed()
 
         def call(items: Sequence[Any]) -> np.ndarray:
-            if self._is_cross_encoder or not self.embeds_by_files:
-                return classification.score_pairs(self._head(), items, truncate=truncate)
-            return similarity.score_pairs(self._embedder(chooses=False), items, truncate=truncate)
+            return self._scores_of_pairs(items, truncate)
 
         return QueuedTexts(self._pooling_queue, ("score_pairs", type(truncate), truncate), call, list(pairs))

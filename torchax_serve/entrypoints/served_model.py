@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, overload
 
+import numpy as np
 import torch
 from transformers import GenerationConfig, GenerationMixin
 
@@ -43,6 +44,7 @@ from torchax_serve.generation.routing import (
 from torchax_serve.generation.single_request import single_request
 from torchax_serve.multimodal.placeholders import check_has_media, placeholder_ids
 from torchax_serve.outputs import Completion, EngineStats
+from torchax_serve.pooling.logit_score import label_logprobs
 from torchax_serve.runtime.model_generate import overrides_generate
 from torchax_serve.runtime.model_runtime import ModelRuntime
 from torchax_serve.sampling.token_masks import TokenMasks
@@ -52,7 +54,7 @@ from torchax_serve.start.record import StartFolder
 from torchax_serve.start.recording import record_in_background
 from torchax_serve.text import TextStream, chat, generate_batch, stream
 from torchax_serve.text.call_hints import refuses_unknown_options
-from torchax_serve.text.prompt import tokens_request
+from torchax_serve.text.prompt import encode_prompt, tokens_request
 
 
 class ServedModel(LiveAdapters):
@@ -376,6 +378,33 @@ class ServedModel(LiveAdapters):
         if stream:
             return chat(self, messages, params, stream=True, **options)
         return chat(self, messages, params, **options)
+
+    def label_scores(self, prompts: Sequence[str | Sequence[int]], labels: Sequence[str]) -> np.ndarray:
+        """Returns the probability of each label as the next token of a prompt.
+
+        The probabilities of a prompt's labels add up to 1: with yes and no they are the scores of rerankers that
+        generate, whose model card says the prompt.
+
+        Args:
+            prompts: Texts or token ids.
+            labels: Texts of one token each.
+
+        Returns:
+            float32[num_prompts, num_labels].
+
+        Raises:
+            InvalidArgumentError: a label that is not one token, or a prompt that is empty or too long.
+        """
+        self._generator()
+        tokenizer: Any = self.tokenizer
+        ids = [tokenizer(label, add_special_tokens=False)["input_ids"] for label in labels]
+        for label, tokens in zip(labels, ids, strict=True):
+            if len(tokens) != 1 or ids.count(tokens) > 1:
+                raise InvalidArgumentError(
+                    f"labels: expected different texts of one token each, got {label!r}, which has {len(tokens)}"
+                )
+        found = label_logprobs(self, [encode_prompt(self, prompt) for prompt in prompts], [each[0] for each in ids])
+        return np.exp(found)
 
     @refuses_unknown_options
     def stream(self, prompt: str | Sequence[int], params: SamplingParams | None = None) -> TextStream:

@@ -52,13 +52,24 @@ def generate_batch(
     each = list(params) if isinstance(params, Sequence) else [params] * len(prompts)
     if len(each) != len(prompts):
         raise InvalidArgumentError(f"params: expected one for each of {len(prompts)} prompts, got {len(each)}")
-    answers = [
-        split_answers(request, request.params.num_answers)
-        for request in (
-            _numbered_request(model, index, prompt, own_params)
-            for index, (prompt, own_params) in enumerate(zip(prompts, each, strict=True))
-        )
+    requests = [
+        _numbered_request(model, index, prompt, own_params)
+        for index, (prompt, own_params) in enumerate(zip(prompts, each, strict=True))
     ]
+    return complete_all(model, [split_answers(request, request.params.num_answers) for request in requests])
+
+
+def complete_all(model: TextModel, answers: Sequence[Sequence[Request]]) -> list[Completion]:
+    """Returns the completions of requests in their order.
+
+    Args:
+        model: The model.
+        answers: Requests for each prompt, numbered by their `answer_index`; they share its pages.
+
+    Raises:
+        RequestError: a request failed; the requests after it are cancelled.
+        QueueFullError: requests of other callers fill the queue.
+    """
     waiting = collections.deque(
         _Answers(collections.deque((answer, detokenizer_of(model, answer.params.stop_strings)) for answer in one))
         for one in answers
