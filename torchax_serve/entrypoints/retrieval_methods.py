@@ -28,6 +28,11 @@ class RetrievesTexts(EmbedsTexts):
 
     scores_by_logits = False
 
+    @property
+    def prompt_names(self) -> tuple[str, ...]:
+        """Names of the checkpoint's prompts; none without files that say how it embeds texts."""
+        return tuple(self._embedder(chooses=False).rule.prompts) if self.embeds_by_files else ()
+
     def embed_sparse(
         self,
         texts: str | Sequence[Text],

@@ -169,15 +169,18 @@ class Embedder:
 
         It is what the layers make of the hidden states in a multi-vector model, else the hidden states.
         """
-        layers, weights = (self.layers, self.weights) if self.tokens is not None else ((), ())
         found: list[Any] = [None] * len(rows)
         for batch in run(self.program, rows, self.tokenizer.arguments, pad_id=self.pad_id):
             hidden = self._read(batch)
-            num_values = self._num_values(hidden.shape[-1], None) if layers else hidden.shape[-1]
-            no_prompts = np.zeros(hidden.shape[0], np.int32)
-            options = _options(0, num_values, normalize)
-            made = self._pool({}, weights, hidden, batch.mask, no_prompts, options, spec=layers)
-            values = np.asarray(made, np.float32)
+            if self.tokens is None:
+                values = np.asarray(hidden).astype(np.float32)
+                values = values / np.linalg.norm(values, axis=-1, keepdims=True).clip(1e-12) if normalize else values
+            else:
+                no_prompts = np.zeros(hidden.shape[0], np.int32)
+                options = _options(0, self._num_values(hidden.shape[-1], None), normalize)
+                values = np.asarray(
+                    self._pool({}, self.weights, hidden, batch.mask, no_prompts, options, spec=self.layers), np.float32
+                )
             for number, index in enumerate(batch.indices):
                 found[index] = values[number, : len(rows[index][IDS])]
         return found

@@ -55,7 +55,7 @@ _MODELS: Mapping[str, str] = {
     "chat": "a model with a chat template",
     "generate": "a model that generates text",
     "embed": "a model with embeddings",
-    "rank": "a cross-encoder (ForSequenceClassification with one label)",
+    "rank": "a cross-encoder (ForSequenceClassification with one label) or a model whose files say how it embeds texts",
     "classify": "a classifier of texts (ForSequenceClassification), images or sound",
     "label tokens": "a classifier of tokens (ForTokenClassification)",
     "speak": "a model that speaks, such as VITS",
@@ -141,7 +141,8 @@ class ModelService:
         if not self.model.writes_text:
             if (methods := getattr(self.model, "methods", None)) is not None:
                 return _tasks_of_methods(methods)
-            return _encoder_tasks(self.model.class_name, self.model.config.num_labels)
+            found = [*_encoder_tasks(self.model.class_name, self.model.config.num_labels)]
+            return (*found, "rank") if found == ["embed"] and self._ranks else tuple(found)
         if self.model.transcribes and not self.model.embeds:  # which reads no texts
             return ("transcribe",)
         found = ["generate", "embed"] if self.model.embeds else ["generate"]
@@ -149,7 +150,14 @@ class ModelService:
             found.append("chat")
         if self.model.transcribes:
             found.append("transcribe")
-        return tuple(found)
+        return (*found, "rank") if self._ranks else tuple(found)
+
+    @property
+    def _ranks(self) -> bool:
+        """Whether the model's files say how it scores pairs, by embeddings or logits."""
+        # Asked of the class first: an attribute that a recorded model has not loads its torch module.
+        model: Any = self.model
+        return bool(hasattr(type(model), "scores_by_logits") and (model.scores_by_logits or model.embeds_by_files))
 
     def require(self, task: str, route: str) -> None:
         """Raises ApiError, 404, unless the model can do `task`."""

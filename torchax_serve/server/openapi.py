@@ -42,6 +42,13 @@ from torchax_serve.server.pooling_schemas import (
 from torchax_serve.server.profile_routes import ProfileRequest
 from torchax_serve.server.request_fields import ApiRequest, notes_of
 from torchax_serve.server.responses.schemas import ResponsesRequest
+from torchax_serve.server.retrieval_schemas import (
+    CohereEmbedRequest,
+    SimilarityRequest,
+    TeiEmbedRequest,
+    TeiPredictRequest,
+    TeiTokensRequest,
+)
 from torchax_serve.server.schemas import ChatRequest, CompletionRequest
 from torchax_serve.server.speech import SpeechRequest
 
@@ -63,6 +70,11 @@ REQUESTS: tuple[type[ApiRequest], ...] = (
     ScoreRequest,
     ClassifyRequest,
     TokenPoolingRequest,
+    CohereEmbedRequest,
+    TeiEmbedRequest,
+    TeiTokensRequest,
+    TeiPredictRequest,
+    SimilarityRequest,
     TokenizeRequest,
     DetokenizeRequest,
     TranscriptionRequest,

@@ -6,12 +6,12 @@ import base64
 import functools
 import time
 import uuid
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 
 from model_adapters.errors import UnsupportedModelError
 from torchax_serve.server.context import context_of
@@ -42,11 +42,12 @@ _FIELDS: Mapping[str, str] = {
     "pooling": "pooling",
     "embed": "pooling",  # of a model without a rule of its own
     "normalize": "normalize",
+    "truncate": "truncate_prompt_tokens",
 }
 """Names at the beginning of errors that are not about texts, and their fields."""
 
 
-async def _read(request: Request, kind: type[Body], task: str) -> tuple[ModelService, Body]:
+async def _read(request: Request, kind: type[Body], task: str | None) -> tuple[ModelService, Body]:
     service, body = await read_for_model(request, kind, task)
     service.settle_name(body, request.state.key)
     most, limit = body.truncate_prompt_tokens, service.max_model_len
@@ -57,10 +58,25 @@ async def _read(request: Request, kind: type[Body], task: str) -> tuple[ModelSer
     return service, body
 
 
-async def _results(
-    request: Request, call: Callable[..., Coroutine[Any, Any, Any]], items: Sequence[Any], field: str
+async def text_results(
+    request: Request,
+    call: Callable[..., Coroutine[Any, Any, Any]],
+    items: Sequence[Any],
+    field: str,
+    names: Mapping[str, str] = _FIELDS,
 ) -> list[Any]:
-    """Returns the results of `call` for `items`, in a batch with those of other requests."""
+    """Returns the results of `call` for `items`, in a batch with those of other requests.
+
+    Args:
+        request: Of the client.
+        call: Method of the model.
+        items: Texts or pairs.
+        field: That they are in.
+        names: Fields by the names of the method's arguments, for errors.
+
+    Raises:
+        ApiError: 400 for what the method refuses, or too many texts.
+    """
     options = context_of(request).options
     most = options.request.max_texts
     if not 1 <= len(items) <= most:
@@ -73,7 +89,7 @@ async def _results(
     try:
         return list(await until_disconnect(request.receive, work))
     except (ValueError, UnsupportedModelError) as error:
-        raise _renamed(error, field) from error
+        raise _renamed(error, field, names) from error
 
 
 def _encoder(service: ModelService) -> EncoderModel:
@@ -82,19 +98,25 @@ def _encoder(service: ModelService) -> EncoderModel:
     return cast("EncoderModel", service.model)
 
 
-def _renamed(error: Exception, field: str) -> Exception:
+def _renamed(error: Exception, field: str, names: Mapping[str, str]) -> Exception:
     """Returns an error about the texts of a batch as one about the field of the request."""
     message = in_words_of_requests(str(error))
     name, colon, rest = message.partition(":")
-    if (own := _FIELDS.get(name)) is not None:
+    if (own := names.get(name)) is not None:
         return bad_request(f"{own}:{rest}", own, "invalid_value")
     # The number of the text, which is a part of the name, is one within the batch.
     return bad_request(f"{field}:{rest if colon else ' ' + message}", field, "invalid_value")
 
 
 async def _usage(request: Request, service: ModelService, body: PoolingRequest, texts: Sequence[Any]) -> dict[str, int]:
-    """Returns the usage of a request, which is charged to its key."""
-    num_tokens = await service.run(_num_tokens, service, texts, body.truncate_prompt_tokens)
+    return await charge_tokens(request, service, texts, body.truncate_prompt_tokens)
+
+
+async def charge_tokens(
+    request: Request, service: ModelService, texts: Sequence[Any], most: int | None
+) -> dict[str, int]:
+    """Returns the usage of a request with texts of `most` tokens, which is charged to its key."""
+    num_tokens = await service.run(_num_tokens, service, texts, most)
     if request.state.usage is not None:
         request.state.usage.charge(num_tokens)
     return {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
@@ -120,12 +142,12 @@ async def embedded(
     refuse_objects(body.input, "input", service.name)
     texts = texts_of(body.input)
     options: dict[str, Any] = {
-        "truncate": body.truncate,
+        "truncate": body.cut,
         "truncate_dim": body.dimensions,
         "normalize": body.use_activation if body.normalize is None else body.normalize,
         "pooling": body.pooling,
     }
-    found = await _results(request, functools.partial(service.model.aembed, **options), texts, "input")
+    found = await text_results(request, functools.partial(service.model.aembed, **options), texts, "input")
     return found, await _usage(request, service, body, texts)
 
 
@@ -158,9 +180,9 @@ async def classify(request: Request) -> Response:
         raise bad_request("labels: expected none for a model of texts, got some", "labels", "unsupported_parameter")
     refuse_objects(body.input, "input", service.name)
     texts = texts_of(body.input)
-    truncate = body.truncate or False
+    truncate = body.cut or False
     call = functools.partial(_encoder(service).aclassify, truncate=truncate)
-    found = await _results(request, call, texts, "input")
+    found = await text_results(request, call, texts, "input")
     data = (
         {
             "index": index,
@@ -195,37 +217,85 @@ async def _classify_files(request: Request, service: ModelService, body: Classif
 
 
 async def pooling(request: Request) -> Response:
-    """Returns the label of each token."""
-    service, body = await _read(request, TokenPoolingRequest, "label tokens")
+    """Returns the label or embedding of each token, or the embedding of each text."""
+    service, body = await _read(request, TokenPoolingRequest, None)
     texts = texts_of(body.input)
-    truncate = body.truncate or False
-    call = functools.partial(_encoder(service).aclassify_tokens, truncate=truncate)
-    found = await _results(request, call, texts, "input")
-    data = (
-        {
-            "index": index,
-            "object": "pooling",
-            "data": [
-                {"token_id": each.token_id, "token": each.text, "label": each.label, "score": each.score}
-                for each in labels
-            ],
-        }
-        for index, labels in enumerate(found)
-    )
+    task = body.task or ("token_embed" if "embed" in service.tasks else "token_classify")
+    if task == "token_classify":
+        data = await _token_labels(request, service, body, texts)
+    else:
+        data = await _token_embeddings(request, service, body, texts, task)
     usage = await _usage(request, service, body, texts)
-    return await list_response(service, "data", data, _list("pool", body.model) | {"usage": usage})
+    items = ({"index": index, "object": "pooling", "data": each} for index, each in enumerate(data))
+    return await list_response(service, "data", items, _list("pool", body.model) | {"usage": usage})
+
+
+async def _token_labels(
+    request: Request, service: ModelService, body: TokenPoolingRequest, texts: Sequence[Any]
+) -> Iterator[Any]:
+    """Returns the labels of each token, by text."""
+    service.require("label tokens", request.scope["path"])
+    for name in ("dimensions", "input_type"):
+        if getattr(body, name) is not None:
+            raise bad_request(f"{name}: expected null for labels, got a value", name, "unsupported_parameter")
+    if body.use_activation is False:
+        raise bad_request("use_activation: expected true for labels, got false", "use_activation", "invalid_value")
+    call = functools.partial(_encoder(service).aclassify_tokens, truncate=body.cut or False)
+    found = await text_results(request, call, texts, "input")
+    return (
+        [{"token_id": each.token_id, "token": each.text, "label": each.label, "score": each.score} for each in labels]
+        for labels in found
+    )
+
+
+_TASK_FIELDS: Mapping[str, str] = {
+    "truncate_dim": "dimensions",
+    "truncate": "truncate_prompt_tokens",
+    "embed": "task",
+    "embed_tokens": "task",
+}
+"""As `_FIELDS`, of ``/pooling``."""
+
+
+async def _token_embeddings(
+    request: Request, service: ModelService, body: TokenPoolingRequest, texts: Sequence[Any], task: str
+) -> Iterator[Any]:
+    """Returns the embeddings of each token or, for the task ``embed``, of each text."""
+    service.require("embed", request.scope["path"])
+    options: dict[str, Any] = {"truncate": body.cut, "normalize": body.use_activation}
+    if task == "embed":
+        if body.input_type is not None:
+            message = "input_type: expected null for the task embed, got a value"
+            raise bad_request(message, "input_type", "unsupported_parameter")
+        options["truncate_dim"] = body.dimensions
+        call: Any = functools.partial(service.model.aembed, **options)
+    else:
+        if body.dimensions is not None:
+            message = "dimensions: expected null for embeddings of tokens, got a number"
+            raise bad_request(message, "dimensions", "unsupported_parameter")
+        call = functools.partial(service.model.aembed_tokens, task=body.input_type or "document", **options)
+    found = await text_results(request, call, texts, "input", _TASK_FIELDS)
+    return (np.asarray(row, np.float32).tolist() for row in found)
 
 
 async def rerank(request: Request) -> Response:
     """Ranks documents for a query."""
     service, body = await _read(request, RerankRequest, "rank")
-    documents = [_document(index, each) for index, each in enumerate(body.documents)]
+    if (body.documents is None) == (body.texts is None):
+        message = "documents: expected one of documents and texts, got none or both"
+        raise bad_request(message, "documents", "missing_required_parameter")
+    if body.texts is not None:
+        return await _rerank_texts(request, service, body, body.texts)
+    if body.truncate is not None or body.return_text is not None:
+        name = "return_text" if body.truncate is None else "truncate"
+        raise bad_request(f"{name}: expected none next to documents, got one", name, "unsupported_parameter")
+    documents = [_document(index, each) for index, each in enumerate(body.documents or ())]
     if not body.query:
         raise bad_request("query: expected some text, got an empty string", "query", "invalid_value")
     if body.top_n is not None and body.top_n < 0:
         raise bad_request(f"top_n: expected a whole number >= 0, got {body.top_n}", "top_n", "invalid_value")
     pairs = [(body.query, document) for document in documents]
-    scores = await _scores(request, service, pairs, body.truncate, "documents")
+    scores = await _scores(request, service, pairs, body.cut, "documents")
     order = sorted(range(len(pairs)), key=lambda index: -scores[index])[: body.top_n or None]
     shown = body.return_documents is not False
     results = (
@@ -235,6 +305,20 @@ async def rerank(request: Request) -> Response:
     usage = await _usage(request, service, body, [*documents, *[body.query] * len(documents)])
     others = {"id": f"rerank-{uuid.uuid4().hex}", "model": body.model, "usage": usage}
     return await list_response(service, "results", results, others)
+
+
+async def _rerank_texts(request: Request, service: ModelService, body: RerankRequest, texts: Sequence[str]) -> Response:
+    """Returns the ranks of texts in the form of text-embeddings-inference."""
+    for name in ("top_n", "return_documents", "truncate_prompt_tokens"):
+        if getattr(body, name) is not None:
+            raise bad_request(f"{name}: expected none next to texts, got one", name, "unsupported_parameter")
+    if not body.query:
+        raise bad_request("query: expected some text, got an empty string", "query", "invalid_value")
+    scores = await _scores(request, service, [(body.query, text) for text in texts], body.truncate, "texts")
+    await charge_tokens(request, service, [*texts, *[body.query] * len(texts)], None)
+    order = sorted(range(len(texts)), key=lambda index: -scores[index])
+    shown = [{"index": i, "score": scores[i]} | ({"text": texts[i]} if body.return_text else {}) for i in order]
+    return JSONResponse(shown)
 
 
 def _document(index: int, document: str | dict[str, str]) -> str:
@@ -262,7 +346,7 @@ async def score(request: Request) -> Response:
             "text_1",
             "invalid_value",
         )
-    scores = await _scores(request, service, list(zip(firsts, seconds, strict=True)), body.truncate, "text_2")
+    scores = await _scores(request, service, list(zip(firsts, seconds, strict=True)), body.cut, "text_2")
     data = ({"index": index, "object": "score", "score": each} for index, each in enumerate(scores))
     usage = await _usage(request, service, body, [*firsts, *seconds])
     return await list_response(service, "data", data, _list("score", body.model) | {"usage": usage})
@@ -279,7 +363,8 @@ def _texts(name: str, *spellings: str | list[str] | None) -> list[str]:
 async def _scores(
     request: Request, service: ModelService, pairs: list[tuple[str, str]], truncate: bool | int | None, field: str
 ) -> list[float]:
-    found = await _results(request, functools.partial(_encoder(service).ascore_pairs, truncate=truncate), pairs, field)
+    call = functools.partial(service.model.ascore_pairs, truncate=truncate)
+    found = await text_results(request, call, pairs, field)
     return [float(each) for each in found]
 
 

@@ -49,7 +49,7 @@ class PoolingRequest(ApiRequest):
     cache_salt: Annotated[str | None, no_effect("texts share nothing")] = None
 
     @property
-    def truncate(self) -> bool | int | None:
+    def cut(self) -> bool | int | None:
         """Whether long texts are cut, or to how many tokens; None follows the checkpoint."""
         return True if self.truncate_prompt_tokens == -1 else self.truncate_prompt_tokens
 
@@ -90,9 +90,17 @@ class TokenPoolingRequest(PoolingRequest):
     input: Annotated[Texts, honoured("a text, token ids, or a list of one of these")]
     encoding_format: Annotated[Any, refused("expected float", "float")] = None
     add_special_tokens: Annotated[Any, _SPECIAL] = None
-    use_activation: Annotated[Any, _ACTIVATED] = None
-    task: Annotated[Any, refused("expected token_classify, what the model does", "token_classify")] = None
-    dimensions: Annotated[Any, refused("expected null; tokens have labels here")] = None
+    use_activation: Annotated[
+        bool | None, honoured("embeddings of length 1; by default as the checkpoint's files say; of labels true")
+    ] = None
+    task: Annotated[
+        Literal["token_classify", "token_embed", "embed"] | None,
+        honoured("labels or embeddings of tokens, or an embedding of each text; by default what tokens have"),
+    ] = None
+    input_type: Annotated[
+        Literal["query", "document"] | None, honoured("how a multi-vector model reads texts; `document` by default")
+    ] = None
+    dimensions: Annotated[int | None, honoured("leading values of an embedding, of the task `embed`")] = None
     embed_dtype: Annotated[Any, refused("expected float32", "float32")] = None
     endianness: Annotated[Any, refused("expected little", "little", "native")] = None
     messages: Annotated[Any, refused("expected none; give input")] = None
@@ -104,10 +112,18 @@ class RerankRequest(PoolingRequest):
     routes: ClassVar[tuple[str, ...]] = ("/v1/rerank", "/v2/rerank", "/rerank")
     query: Annotated[str, honoured("the text that documents are ranked for")]
     documents: Annotated[
-        Annotated[list[str | dict[str, str]], FAIL_FAST], honoured('texts, or objects `{"text": ...}`')
-    ]
+        Annotated[list[str | dict[str, str]], FAIL_FAST] | None, honoured('texts, or objects `{"text": ...}`')
+    ] = None
+    texts: Annotated[Strings | None, honoured("texts in place of `documents`: the answer is a list, as TEI's")] = None
     top_n: Annotated[int | None, honoured("documents to return; 0 and by default all")] = None
     return_documents: Annotated[bool | None, honoured("whether results have the documents' texts")] = None
+    truncate: Annotated[
+        bool | None,
+        honoured("next to `texts`: true cuts them, false refuses long ones; `null` as the checkpoint's files say"),
+    ] = None
+    return_text: Annotated[bool | None, honoured("next to `texts`: whether results have them")] = None
+    raw_scores: Annotated[Any, refused("expected false; scores are as the checkpoint's files say", False)] = None
+    truncation_direction: Annotated[Any, refused("expected Right, at which texts are cut", "right", "Right")] = None
     max_tokens_per_doc: Annotated[Any, refused("expected null; documents are cut to the model's length")] = None
     max_chunks_per_doc: Annotated[Any, refused("expected null; a document is one text")] = None
     use_activation: Annotated[Any, _ACTIVATED] = None
