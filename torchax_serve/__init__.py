@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from torchax_serve.entrypoints.encoder_model import EncoderModel
     from torchax_serve.entrypoints.image_model import ImageModel
     from torchax_serve.entrypoints.module_model import ModuleModel
+    from torchax_serve.entrypoints.page_model import PageModel
     from torchax_serve.entrypoints.series_model import SeriesModel
     from torchax_serve.entrypoints.serve import serve
     from torchax_serve.entrypoints.served_model import ServedModel
@@ -67,6 +68,7 @@ __all__ = [
     "ModuleModel",
     "NoTokenLeftError",
     "OutOfMemoryError",
+    "PageModel",
     "QueueDeadlineError",
     "QueueFullError",
     "QueueTokensError",
@@ -98,6 +100,7 @@ __getattr__, __dir__ = lazy_exports(
         "Hosts": ".distributed.hosts.options",
         "ImageModel": ".entrypoints.image_model",
         "ModuleModel": ".entrypoints.module_model",
+        "PageModel": ".entrypoints.page_model",
         "SamplingParams": ".sampling_params",
         "SeriesModel": ".entrypoints.series_model",
         "ServedModel": ".entrypoints.served_model",

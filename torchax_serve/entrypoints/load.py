@@ -32,6 +32,7 @@ from torchax_serve.entrypoints.base_model import BaseModel
 from torchax_serve.entrypoints.draft import with_draft_model
 from torchax_serve.entrypoints.encoder_model import EncoderModel
 from torchax_serve.entrypoints.live_adapters import LiveAdapters, enable_adapters
+from torchax_serve.entrypoints.page_model import CLASSES, PageModel
 from torchax_serve.entrypoints.series_model import SeriesModel
 from torchax_serve.entrypoints.served_model import ServedModel, record_start
 from torchax_serve.entrypoints.speech_model import SpeechModel, is_speech_model
@@ -123,6 +124,8 @@ def serve_on_hosts(
 def model_class_for(module: PreTrainedModel) -> type[ServedModel]:
     """Returns the served model class for `module`: by its head, text, transcripts, or labels."""
     methods = set(methods_of(type(module).__name__))
+    if type(module).__name__ in CLASSES:
+        return PageModel
     if is_speech_model(module):
         return SpeechModel
     if not module.can_generate() and methods & OF_IMAGES:
