@@ -92,6 +92,22 @@ def test_embeddings_of_images(servers):
     np.testing.assert_allclose([each.embedding for each in answer.data], expected, atol=1e-5)
 
 
+def test_embeddings_of_images_in_the_form_of_cohere(servers):
+    server, model = servers("clip")
+    images = task_models.images()[:2]
+    expected = model.embed_images(images)
+    urls = [image_part(each)["image_url"]["url"] for each in images]
+    inputs = [{"content": [image_part(each)]} for each in images]
+    for body in ({"images": urls}, {"inputs": inputs, "input_type": "image"}):
+        answer = post(server, "/v2/embed", **body).json()
+        np.testing.assert_allclose(answer["embeddings"]["float"], expected, atol=1e-5)
+    for body, param in (({"texts": ["a cat"]}, "texts"), ({"images": urls, "max_tokens": 3}, "max_tokens")):
+        answer = post(server, "/v2/embed", **body)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+    answer = post(servers("vit")[0], "/v2/embed", images=urls)  # a classifier without a pooler
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "images")
+
+
 @pytest.mark.thorough
 def test_labels_of_sound(servers):
     server, model = servers("wav2vec")

@@ -103,7 +103,13 @@ async def _image_rows(
         if getattr(body, name) is not None:
             raise bad_request(f"{name}: expected none for images, got one", name, "unsupported_parameter")
     files = await files_of(request, service, images, "image")
-    found = await results(request, model.aembed_images, files, pooling=None, normalize=False)
+    try:
+        found = await results(request, model.aembed_images, files, pooling=None, normalize=False)
+    except ApiError as error:
+        if error.param != "pooling":
+            raise
+        message = f"{field}: expected a model with a pooler, got {service.name}; /v1/embeddings takes pooling"
+        raise bad_request(message, field, "invalid_value") from error
     return np.stack([np.asarray(row, np.float32) for row in found])
 
 
