@@ -15,7 +15,10 @@ from weights import draw_matrices
 from torchax_serve import InvalidArgumentError, UnsupportedModelError, serve
 from torchax_serve.pooling.logit_score import logit_score_rule
 
-pytestmark = pytest.mark.filterwarnings("ignore:Explicitly requested dtype int64:UserWarning")
+pytestmark = [
+    pytest.mark.thorough,
+    pytest.mark.filterwarnings("ignore:Explicitly requested dtype int64:UserWarning"),
+]
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'system' %}big {{ m.content }} {% endif %}"

@@ -16,7 +16,10 @@ from weights import draw_matrices
 
 from torchax_serve import InvalidArgumentError, serve
 
-pytestmark = pytest.mark.filterwarnings("ignore:Explicitly requested dtype int64:UserWarning")
+pytestmark = [
+    pytest.mark.thorough,
+    pytest.mark.filterwarnings("ignore:Explicitly requested dtype int64:UserWarning"),
+]
 
 WORDS = "<pad> <bos> <unk> <image> Question : Describe the image . cat dog red".split()  # noqa: SIM905
 
