@@ -54,9 +54,10 @@ def _arrays(given: Given, names: str) -> list[Any]:
 
 
 def _can_run(op: str, tokens: Sequence[jax.Array], state: jax.Array) -> bool:
-    """Returns whether a kernel of `op` takes ``[batch, T, ...]`` and states of these dtypes."""
-    has_tokens = all(tokens[0].shape[:2])
-    return has_tokens and state.dtype == jnp.float32 and registry.implementation_for(op, *tokens).name == KERNEL
+    """Returns whether the CPU's kernel of `op` takes ``[batch, T, ...]`` and states of these dtypes."""
+    if registry.platform() != "cpu" or state.dtype != jnp.float32 or not all(tokens[0].shape[:2]):
+        return False
+    return registry.implementation_for(op, *tokens).name == KERNEL
 
 
 def _run(

@@ -186,7 +186,7 @@ def test_rows_of_a_vmap_are_those_of_a_batch(call):
         np.testing.assert_array_equal(np.asarray(mine), np.asarray(wanted))
 
 
-@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+@pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
 def test_lightning_attention_is_that_of_minimax(platform):
     """A prompt of several blocks, and two tokens behind it, by the kernel and by the reference."""
     sizes = {"hidden_size": 32, "num_attention_heads": 4, "head_dim": 8, "num_hidden_layers": 3, "block_size": 16}
@@ -209,7 +209,8 @@ def test_lightning_attention_is_that_of_minimax(platform):
     np.testing.assert_allclose(state.mT, expected.numpy(), atol=2e-5)
 
 
-def test_functions_stay_where_there_is_no_kernel():
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+def test_functions_stay_where_there_is_no_kernel(platform):
     given = delta(torch.float32, 8, True)
     views = given | {key: torch_view(jnp.asarray(x)) for key, x in given.items() if isinstance(x, torch.Tensor)}
     name = "torch_chunk_gated_delta_rule"
@@ -219,7 +220,7 @@ def test_functions_stay_where_there_is_no_kernel():
         assert of_batch("causal_conv1d_fn", views) is None
         narrow = torch_view(jax_view(views["initial_state"]).astype(jnp.bfloat16))
         assert of_batch(name, views | {"initial_state": narrow}) is None
-        with registry.on_platform("gpu"):
+        with registry.on_platform(platform):
             assert of_batch(name, views) is None
 
 
