@@ -194,5 +194,6 @@ def _kernel_unsupported_reason(*operands: Any, **options: Any) -> str | None:
 
 registry.register(OP, "cpu-ffi", ("cpu",), unsupported_reason=_kernel_unsupported_reason)(recurrent.gated_delta_rule)
 registry.register_module(OP, "tpu", "model_adapters.ops.tpu.gated_delta_rule")
+registry.register_module(OP, "gpu", "model_adapters.ops.gpu")
 spmd.leave_to_partitioner(OP, reference)
 spmd.shard_states_by_heads(OP, (spmd.BY_AXIS_1,) * 6, grouped=(0, 1))

@@ -211,7 +211,7 @@ def shard_by_heads(
 
 
 def shard_states_by_heads(op: str, specs: tuple[PartitionSpec, ...], grouped: tuple[int, ...]) -> None:
-    """Registers an implementation of a recurrent `op` that runs it on each TPU's heads.
+    """Registers an implementation of a recurrent `op` that runs on each accelerator's heads.
 
     States, ``[rows, heads, ...]``, are divided as `state_spec` says; where their heads do not divide, every device
     computes all of them.
@@ -239,7 +239,7 @@ def shard_states_by_heads(op: str, specs: tuple[PartitionSpec, ...], grouped: tu
         return _layer(call, *(array for _, array in with_paths))
 
     registry.register(
-        op, f"{NAME}-kernel", ("tpu",), unsupported_reason=_states_unsupported_reason, takes_precedence=True
+        op, f"{NAME}-kernel", ("gpu", "tpu"), unsupported_reason=_states_unsupported_reason, takes_precedence=True
     )(sharded)
 
 

@@ -172,6 +172,7 @@ def _kernel_unsupported_reason(*operands: Any, **options: Any) -> str | None:
 
 registry.register(OP, "cpu-ffi", ("cpu",), unsupported_reason=_kernel_unsupported_reason)(recurrent.state_space)
 registry.register_module(OP, "tpu", "model_adapters.ops.tpu.state_space")
+registry.register_module(OP, "gpu", "model_adapters.ops.gpu")
 spmd.leave_to_partitioner(OP, reference)
 spmd.shard_states_by_heads(
     OP,

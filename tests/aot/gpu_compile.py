@@ -80,14 +80,14 @@ class Report:
 
 
 @functools.cache
-def mesh(gpu="h200"):
-    """The device by itself; as the mesh that is set, it tells Pallas what it compiles for."""
-    described = Path(__file__).with_name(f"{gpu}.txtpb").read_text()
+def mesh(gpu="h200", num_devices=1):
+    """The devices by themselves; as the mesh that is set, they tell Pallas what it compiles for."""
+    described, shape = Path(__file__).with_name(f"{gpu}.txtpb").read_text(), f"1x1x{num_devices}"
     try:
-        topology = topologies.get_topology_desc("", platform="cuda", target_config=described, topology="1x1x1")
+        topology = topologies.get_topology_desc("", platform="cuda", target_config=described, topology=shape)
     except RuntimeError as error:
         raise RuntimeError(f"expected XLA's plug-in for CUDA, got {error}; {NEEDED}") from error
-    return Mesh(np.array(topology.devices[:1]), ("model",))
+    return Mesh(np.array(topology.devices[:num_devices]), ("model",))
 
 
 @functools.cache
@@ -136,6 +136,11 @@ def arguments(shape, gpu):
     ]
 
 
+def options(folder):
+    """Of the compiler, with its notes in the empty `folder`."""
+    return {"xla_gpu_autotune_level": "0", "xla_dump_to": str(folder), "xla_dump_hlo_as_text": True}
+
+
 def compile_call(shape, folder, implementation="gpu-triton", gpu="h200"):
     """Compiles the call, with XLA's notes in the empty `folder`."""
     op = decode_attention if shape.num_tokens is None else paged_attention
@@ -143,9 +148,7 @@ def compile_call(shape, folder, implementation="gpu-triton", gpu="h200"):
     begin = time.perf_counter()
     with jax.set_mesh(mesh(gpu)), on_platform("gpu"), use(op.__name__, implementation):
         call = jax.jit(lambda *args: op(*args), donate_argnums=3).trace(*args)
-        compiled = call.lower(lowering_platforms=("cuda",)).compile(
-            {"xla_gpu_autotune_level": "0", "xla_dump_to": str(folder), "xla_dump_hlo_as_text": True}
-        )
+        compiled = call.lower(lowering_platforms=("cuda",)).compile(options(folder))
     compile_s = time.perf_counter() - begin
     memory = compiled.memory_analysis()
     pool = args[3]
@@ -165,10 +168,10 @@ def thunks(folder):
     return re.findall(r"^\s*\d+: (k\w+)", path.read_text(), re.MULTILINE)
 
 
-def kernels(folder):
+def kernels(folder, names=r"\w+_attention\w*"):
     """The kernels that are ours, by name."""
     (path,) = folder.glob("*.thunk_sequence.txt")
-    launches = re.findall(r"(\w+_attention\w*) grid: \[(\d+), (\d+), (\d+)\].*shared_memory: (\d+)", path.read_text())
+    launches = re.findall(rf"({names}) grid: \[(\d+), (\d+), (\d+)\].*shared_memory: (\d+)", path.read_text())
     found = {}
     for ptx in folder.glob("*.ptx"):
         text = ptx.read_text()

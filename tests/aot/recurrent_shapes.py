@@ -85,18 +85,23 @@ class SpaceShape:
         return state_space(*operands, pool, segments)
 
 
-def compile_recurrent(shape, mesh, kernel="tpu-pallas"):
-    """The op on `shape`, compiled for one core of `mesh` with its pool donated."""
+def arguments(shape, mesh, pool_spec=PartitionSpec()):  # noqa: B008
+    """Abstract operands, pool and segments of a call on `mesh`, all but the pool on every device."""
 
     def array(dtype, *sizes):
         return jax.ShapeDtypeStruct(sizes, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
 
     ints, size = array(jnp.int32, shape.num_segments), shape.num_segments
     segments = Segments(array(jnp.int32, size + 1), ints, ints, array(jnp.bool_, size), ints)
-    pool = array(jnp.float32, *shape.pool)
+    pool = jax.ShapeDtypeStruct(shape.pool, jnp.float32, sharding=NamedSharding(mesh, pool_spec))
+    return shape.operands(array), pool, segments
+
+
+def compile_recurrent(shape, mesh, kernel="tpu-pallas"):
+    """The op on `shape`, compiled for one core of `mesh` with its pool donated."""
     with jax.set_mesh(mesh), on_platform("tpu"), use(shape.op, kernel):
         call = jax.jit(shape.run, donate_argnums=1)
-        return call.trace(shape.operands(array), pool, segments).lower().compile()
+        return call.trace(*arguments(shape, mesh)).lower().compile()
 
 
 def pool_bytes(shape):

@@ -23,14 +23,20 @@ from recurrent_oracle import (
     space_layer,
     table,
 )
+from thorough import thorough
 
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.ops import registry, use
 from model_adapters.ops.segments import Segments
 
 IMPLEMENTATIONS = ("reference", "cpu-ffi")
+ON_GPUS = {"delta": "gpu-triton", "delta by column": "gpu-triton", "space": "gpu-triton"}
+"""Kernels that run here as well, interpreted."""
 EACH_LAYER = pytest.mark.parametrize("name", LAYERS)
-EACH_IMPLEMENTATION = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+EACH_PAIR = pytest.mark.parametrize(
+    ("name", "implementation"),
+    [*((name, each) for name in LAYERS for each in IMPLEMENTATIONS), *(thorough(*pair) for pair in ON_GPUS.items())],
+)
 
 
 @functools.cache
@@ -87,12 +93,15 @@ def steps(draw):
     return (cu, read, write, held, first), snapshot
 
 
-@EACH_LAYER
+@pytest.mark.parametrize(
+    ("name", "implementations"),
+    [*((name, IMPLEMENTATIONS) for name in LAYERS), *((name, (each,)) for name, each in ON_GPUS.items())],
+)
 @settings(max_examples=10)
 @given(step=steps(), seed=st.integers(0, 3))
-def test_any_step_is_that_of_a_loop(name, step, seed):
+def test_any_step_is_that_of_a_loop(name, implementations, step, seed):
     segments = table(*step[0])
-    for implementation in IMPLEMENTATIONS:
+    for implementation in implementations:
         layer, run = compiled(name, implementation)
         tokens = layer.tokens(np.random.default_rng(seed), int(segments.cu[-1]))
         held = {row for row, has in zip(step[0][1], step[0][3], strict=True) if has}
@@ -110,9 +119,8 @@ def test_any_step_is_that_of_a_loop(name, step, seed):
                 np.testing.assert_array_equal(got[row], after[row])  # bit by bit what it was, NaN too
 
 
-@EACH_IMPLEMENTATION
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@EACH_LAYER
+@EACH_PAIR
 def test_narrow_inputs_are_rounded_once(name, dtype, implementation):
     layer, run = compiled(name, implementation, dtype)
     segments = table([0, 70, 71, 75], [0, 1, 2], [0, 1, 2], [False, True, True], [0, 1, 2])
@@ -127,9 +135,12 @@ def test_narrow_inputs_are_rounded_once(name, dtype, implementation):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@EACH_LAYER
-def test_bits_depend_neither_on_the_batch_nor_on_cuts(name, dtype):
-    layer, run = compiled(name, "cpu-ffi", dtype)
+@pytest.mark.parametrize(
+    ("name", "implementation"),
+    [*((name, "cpu-ffi") for name in LAYERS), *(thorough(*pair) for pair in ON_GPUS.items())],
+)
+def test_bits_depend_neither_on_the_batch_nor_on_cuts(name, implementation, dtype):
+    layer, run = compiled(name, implementation, dtype)
     rng = np.random.default_rng(2)
     tokens, others = layer.tokens(rng, 90), layer.tokens(rng, 100)
     out, pool = run(padded(tokens), empty_pool(layer), table([0, 90], [2], [2], [False], [0]))
@@ -155,8 +166,7 @@ def test_bits_depend_neither_on_the_batch_nor_on_cuts(name, dtype):
     np.testing.assert_array_equal(np.asarray(pool[2], np.float32), state)
 
 
-@EACH_IMPLEMENTATION
-@EACH_LAYER
+@EACH_PAIR
 def test_nan_stays_in_its_sequence(name, implementation):
     layer, run = compiled(name, implementation)
     tokens = layer.tokens(np.random.default_rng(3), 100)
@@ -171,8 +181,7 @@ def test_nan_stays_in_its_sequence(name, implementation):
     assert np.isnan(np.asarray(out[60])).any()
 
 
-@EACH_IMPLEMENTATION
-@EACH_LAYER
+@EACH_PAIR
 def test_several_sequences_read_one_snapshot_and_drop_their_states(name, implementation):
     """As drafts do, and prompts with a common beginning."""
     layer, run = compiled(name, implementation)
@@ -188,25 +197,30 @@ def test_several_sequences_read_one_snapshot_and_drop_their_states(name, impleme
         assert_near(got[row], after[row])
 
 
-@EACH_IMPLEMENTATION
+SIZES = [
+    delta_layer(key_heads=1, heads=3, dim=5, width=7, is_normed=False),
+    delta_layer(key_heads=2, heads=2, dim=130, width=101, by_column=True, is_normed=True),
+    delta_layer(key_heads=1, heads=1, dim=64, width=256),
+    space_layer(heads=1, dim=3, groups=1, states=5, has_options=False, dt_limit=(0.1, 0.5)),
+    space_layer(heads=2, dim=64, groups=1, states=128),
+    space_layer(heads=2, dim=37, groups=2, states=33),
+    scan_layer(dim=3, states=7, has_skip=False),
+    scan_layer(dim=64, states=16),
+    scan_layer(dim=30, states=5, groups=3),
+    recurrence_layer(channels=5),
+    recurrence_layer(channels=300),
+    convolution_layer(channels=5, width=2, has_bias=False),
+    convolution_layer("bfloat16", channels=256, width=3, weight_dtype="float32"),
+]
+
+
 @pytest.mark.parametrize(
-    "layer",
+    ("layer", "implementation"),
     [
-        delta_layer(key_heads=1, heads=3, dim=5, width=7, is_normed=False),
-        delta_layer(key_heads=2, heads=2, dim=130, width=101, by_column=True, is_normed=True),
-        delta_layer(key_heads=1, heads=1, dim=64, width=256),
-        space_layer(heads=1, dim=3, groups=1, states=5, has_options=False, dt_limit=(0.1, 0.5)),
-        space_layer(heads=2, dim=64, groups=1, states=128),
-        space_layer(heads=2, dim=37, groups=2, states=33),
-        scan_layer(dim=3, states=7, has_skip=False),
-        scan_layer(dim=64, states=16),
-        scan_layer(dim=30, states=5, groups=3),
-        recurrence_layer(channels=5),
-        recurrence_layer(channels=300),
-        convolution_layer(channels=5, width=2, has_bias=False),
-        convolution_layer("bfloat16", channels=256, width=3, weight_dtype="float32"),
+        *((layer, each) for layer in SIZES for each in IMPLEMENTATIONS),
+        *(thorough(layer, "gpu-triton") for layer in SIZES if layer.op in ("gated_delta_rule", "state_space")),
     ],
-    ids=lambda layer: f"{layer.op} {'x'.join(map(str, layer.row))}",
+    ids=lambda each: each if isinstance(each, str) else f"{each.op} {'x'.join(map(str, each.row))}",
 )
 def test_other_sizes(layer, implementation):
     segments = table([0, 2, 3, 20], [0, 1, 2], [0, 1, 2], [True, True, False], [0, 1, 2], 3)
@@ -221,15 +235,24 @@ def test_other_sizes(layer, implementation):
 
 
 @EACH_LAYER
-def test_cpus_and_tpus_take_their_kernels_and_gpus_the_reference(name):
+def test_each_platform_takes_its_kernel_or_the_reference(name):
     layer = LAYERS[name]()
     tokens, pool = layer.tokens(np.random.default_rng(0), 2), empty_pool(layer)
     on_tpus = "tpu-pallas" if name.startswith("delta") else "reference"  # "space" has states of 20 rows
-    for platform, expected in (("cpu", "cpu-ffi"), ("tpu", on_tpus), ("gpu", "reference")):
+    for platform, expected in (("cpu", "cpu-ffi"), ("tpu", on_tpus), ("gpu", ON_GPUS.get(name, "reference"))):
         with registry.on_platform(platform), registry.record_calls() as record:
             segments = table([0, 2], [0], [0], [False], [0], 1)
             layer.jitted().trace(tokens, pool, segments)
         assert record == {(layer.op, expected)}
+
+
+def test_what_the_kernel_for_gpus_does_not_take_is_said():
+    layer = delta_layer(key_heads=1, heads=1, dim=1025, width=8)
+    tokens, pool = layer.tokens(np.random.default_rng(0), 2), empty_pool(layer)
+    with registry.on_platform("gpu"), registry.fallbacks() as reasons, registry.record_calls() as record:
+        layer.jitted().trace(tokens, pool, table([0, 2], [0], [0], [False], [0], 1))
+    said = "sums over 1025 numbers of a state; the kernel has room for 1024"
+    assert record == {(layer.op, "reference")} and reasons == [f"{layer.op}, gpu-triton: {said}"]
 
 
 def test_one_segment_a_sequence():
@@ -240,10 +263,9 @@ def test_one_segment_a_sequence():
     assert segments.of_token(6).tolist() == [0, 1, 1, 1, 2, 2]
 
 
-@EACH_IMPLEMENTATION
 @pytest.mark.parametrize("are_held", [True, False])
 @pytest.mark.parametrize("length", [1, 70])
-@EACH_LAYER
+@EACH_PAIR
 def test_states_of_a_batch_are_a_pool_without_a_row_to_drop(name, length, are_held, implementation):
     layer = LAYERS[name]()
     rows = range(3)

@@ -1,0 +1,209 @@
+"""Recurrences of a packed row on GPUs, token by token, through Pallas' Triton lowering.
+
+A program has a sequence, one of its heads, and a part of that head's state that depends on no other part. It reads the
+part from the row of the pool that the sequence begins with, keeps it in registers over all tokens of the sequence, and
+writes it where a segment ends. So single tokens take the time of their states' memory; prompts have the same numbers,
+bit for bit, however they are cut and whatever else is in the row. Vectors of the next token are read while one is
+computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from model_adapters.ops import registry
+from model_adapters.ops.gpu.launch import MIN_ROWS
+from model_adapters.ops.gpu.split_kv import round_up_to_power
+from model_adapters.ops.segments import Segments
+from model_adapters.ops.state_pool import over_trailing
+
+ROWS, COLUMNS, SCALAR = 0, 1, None
+"""What a vector multiplies: rows of a state, its columns, or all of it by one number."""
+WARP_NUMBERS = 2048
+"""Of a state in the registers of one warp: 64 of 255 for each thread."""
+MAX_SUMMED = 1024
+"""Most numbers of the axis of a state that is summed, which is not divided."""
+Update = Callable[..., tuple[jax.Array, jax.Array]]
+"""Returns the state behind a token, and what it gives, of a state and one value for each operand."""
+
+
+@dataclass(frozen=True)
+class Operand:
+    """What a token brings along.
+
+    Attributes:
+        array: ``[T, heads, width]``, or ``[T, heads]``; a head here may be that of several heads of states.
+        axis: `ROWS`, `COLUMNS` or `SCALAR`.
+    """
+
+    array: jax.Array
+    axis: int | None
+
+
+def unsupported_reason(pool: jax.Array, summed: int) -> str | None:
+    """Returns why the kernel cannot take a pool ``[rows, H, K, V]``, or None.
+
+    Axis `summed` of a head's state, 0 or 1, is the one that results are sums over.
+    """
+    if 0 in pool.shape:
+        return f"a pool of shape {list(pool.shape)} has no elements"
+    if (size := pool.shape[2 + summed]) > MAX_SUMMED:
+        return f"sums over {size} numbers of a state; the kernel has room for {MAX_SUMMED}"
+    return None
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Rows or columns of a state that a program has: their numbers, and which of them there are."""
+
+    index: jax.Array
+    mask: jax.Array
+
+    @classmethod
+    def of(cls, begin: Any, size: int, end: int) -> _Part:
+        index = begin + lax.iota(jnp.int32, size)
+        return cls(index, index < end)
+
+
+@dataclass(frozen=True)
+class _Program:
+    """The state that a program has, and how it reads and writes.
+
+    Attributes:
+        head: Its head.
+        heads: Heads of the pool.
+        parts: Rows and columns.
+        axes: Of the operands.
+    """
+
+    head: Any
+    heads: int
+    parts: tuple[_Part, _Part]
+    axes: tuple[int | None, ...]
+
+    def vectors(self, refs: Sequence[Any], token: Any) -> tuple[jax.Array, ...]:
+        """Reads what a token brings along, in float32, as it multiplies a state."""
+        made = []
+        for ref, axis in zip(refs, self.axes, strict=True):
+            head = self.head // (self.heads // ref.shape[1])
+            if axis is None:
+                made.append(ref[token, head].astype(jnp.float32))
+                continue
+            part = self.parts[axis]
+            at = ref.at[token, head, part.index]
+            made.append(plgpu.load(at, mask=part.mask, other=jnp.zeros((), ref.dtype)).astype(jnp.float32))
+        return tuple(made)
+
+    def _there(self, pool: Any, row: Any) -> tuple[Any, jax.Array]:
+        rows, columns = self.parts
+        return pool.at[row, self.head, rows.index[:, None], columns.index[None]], rows.mask[:, None] & columns.mask
+
+    def read(self, pool: Any, row: Any) -> jax.Array:
+        """Reads the state of a row; zeros if it is below zero."""
+        at, mask = self._there(pool, jnp.maximum(row, 0))
+        return plgpu.load(at, mask=mask & (row >= 0), other=0.0)
+
+    def write(self, pool: Any, row: Any, state: jax.Array) -> None:
+        """Writes the state of a row, unless it is below zero."""
+        at, mask = self._there(pool, jnp.maximum(row, 0))
+        plgpu.store(at, state, mask=mask & (row >= 0))
+
+
+def _kernel(program: _Program, update: Update, summed: int, refs: Sequence[Any]) -> None:
+    cu, read, write, counts, *operands, pool, out, new_pool = refs
+    first = pl.program_id(0)
+    end_segment = first + counts[first]
+    begin, end = cu[first], cu[end_segment]
+    given = program.parts[1 - summed]
+
+    def of_token(token: Any, carry: Any) -> Any:
+        state, vectors = carry
+        following = program.vectors(operands, jnp.minimum(token + 1, end - 1))
+        state, made = update(state, *vectors)
+        plgpu.store(out.at[token, program.head, given.index], made.astype(out.dtype), mask=given.mask)
+        return state, following
+
+    def of_segment(segment: Any, carry: Any) -> Any:
+        carry = lax.fori_loop(cu[segment], cu[segment + 1], of_token, carry)
+        program.write(new_pool, write[segment], carry[0])
+        return carry
+
+    @pl.when(begin < end)
+    def _has_tokens() -> None:
+        carry = program.read(pool, read[first]), program.vectors(operands, begin)
+        lax.fori_loop(first, end_segment, of_segment, carry)
+
+
+def _table(segments: Segments, num_rows: int) -> tuple[jax.Array, ...]:
+    """Returns where segments begin, rows to read and to write, and how many follow each.
+
+    Rows are -1 where nothing is held or a state is dropped. A count is that of a sequence's segments
+    for its first one, whose program goes through them, and 0 for the others.
+    """
+    number = jnp.arange(len(segments.read))
+    has_tokens = segments.lens > 0
+    last = jnp.max(jnp.where(segments.is_same_sequence, number, -1), axis=1)
+    is_first = has_tokens & ~jnp.any(segments.is_same_sequence & (number < number[:, None]), axis=1)
+    read = jnp.where(segments.held, segments.read, -1)
+    is_kept = has_tokens & (segments.write < num_rows - segments.drops_last)
+    counts = jnp.where(is_first, last - number + 1, 0)
+    return segments.cu, read, jnp.where(is_kept, segments.write, -1), counts.astype(jnp.int32)
+
+
+def run_tokens(
+    name: str,
+    update: Update,
+    operands: Sequence[Operand],
+    out: jax.ShapeDtypeStruct,
+    pool: jax.Array,
+    segments: Segments,
+    *,
+    summed: int,
+) -> tuple[jax.Array, jax.Array]:
+    """Runs `update` over all tokens of all segments.
+
+    Args:
+        name: Of the kernel.
+        update: Computes a part of a state, ``[rows, columns]``, for one token.
+        operands: Of the tokens.
+        out: Shape ``[T, H, width]`` and dtype of the results.
+        pool: ``float32[rows, H, K, V]``, updated in place if donated.
+        segments: Of the T tokens.
+        summed: Axis of a state that results are sums over; the other one is divided among programs.
+
+    Returns:
+        The results, zeros behind the last segment, and the pool.
+    """
+    _, heads, *sizes = pool.shape
+    sum_len = round_up_to_power(sizes[summed])
+    width = min(round_up_to_power(sizes[1 - summed]), max(MIN_ROWS // 2, WARP_NUMBERS // sum_len))
+    table = _table(segments, pool.shape[0])
+    arrays = [*table, *(each.array for each in operands), pool]
+    axes = tuple(each.axis for each in operands)
+
+    def body(*refs: Any) -> None:
+        parts = [_Part.of(0, sum_len, sizes[summed])] * 2
+        parts[1 - summed] = _Part.of(pl.program_id(2) * width, width, sizes[1 - summed])
+        _kernel(_Program(pl.program_id(1), heads, (parts[0], parts[1]), axes), update, summed, refs)
+
+    num_bytes = 2 * len(segments.read) * pool[0].size * pool.dtype.itemsize
+    made, pool = pl.pallas_call(
+        body,
+        out_shape=(out, jax.ShapeDtypeStruct(pool.shape, pool.dtype)),
+        grid=(len(segments.read), heads, pl.cdiv(sizes[1 - summed], width)),
+        input_output_aliases={len(arrays) - 1: 1},
+        compiler_params=plgpu.CompilerParams(num_warps=max(1, sum_len * width // WARP_NUMBERS), num_stages=1),
+        cost_estimate=pl.CostEstimate(flops=0, transcendentals=0, bytes_accessed=num_bytes),
+        interpret=registry.platform() != "gpu",
+        name=name,
+    )(*arrays)
+    is_in_use = jnp.arange(out.shape[0]) < segments.cu[-1]
+    return jnp.where(over_trailing(is_in_use, 3), made, 0), pool

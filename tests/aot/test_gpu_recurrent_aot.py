@@ -1,0 +1,60 @@
+"""Recurrent layers' GPU kernels compiled for an H200 and an H100, without one: in place, and no loop on the host.
+
+Needs what `test_gpu_aot.py` does.
+"""
+
+import math
+
+import jax
+import pytest
+from gpu_compile import kernels, mesh, options, thunks
+from jax.sharding import PartitionSpec
+from recurrent_shapes import DeltaShape, SpaceShape, arguments
+
+from model_adapters.ops import on_platform, registry, spmd
+
+pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
+
+SHAPES = (
+    DeltaShape(),
+    DeltaShape(key_heads=16, heads=48, num_segments=1, num_tokens=1),  # one request of a hybrid of 27 billion weights
+    DeltaShape(key_heads=30, heads=30, dim=96, width=192, num_segments=5, num_tokens=300),  # of OLMo hybrid
+    DeltaShape(key_heads=32, heads=32, by_column=True),  # Kimi Linear's
+    DeltaShape(key_heads=4, heads=4, dim=1024, width=64, dtype="float32", num_segments=8, num_tokens=8),
+    SpaceShape(),
+    SpaceShape(heads=24, dim=64, groups=1, states=256, num_segments=8, num_tokens=2048),  # of Falcon-H1
+    SpaceShape(heads=80, dim=64, groups=1, states=128, num_segments=1, num_tokens=1, dtype="float32"),
+)
+
+
+def compile_for_gpus(shape, folder, devices, pool_spec=PartitionSpec()):  # noqa: B008
+    """The op on `shape` with its pool donated, and the implementations that were chosen."""
+    with jax.set_mesh(devices), on_platform("gpu"), registry.record_calls() as record:
+        call = jax.jit(shape.run, donate_argnums=1).trace(*arguments(shape, devices, pool_spec))
+        compiled = call.lower(lowering_platforms=("cuda",)).compile(options(folder))
+    return compiled, {name for _, name in record}
+
+
+@pytest.mark.parametrize("gpu", ["h200", "h100"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_states_are_updated_in_place(shape, gpu, tmp_path):
+    compiled, names = compile_for_gpus(shape, tmp_path, mesh(gpu))
+    assert names == {"gpu-triton"}
+    assert compiled.memory_analysis().alias_size_in_bytes == math.prod(shape.pool) * 4
+    assert set(thunks(tmp_path)) == {"kCustomKernel"}  # no copy of the pool, and nothing that waits for the host
+    (kernel,) = kernels(tmp_path, shape.op).values()
+    assert kernel.spill_bytes == 0
+    assert kernel.grid[:2] == (shape.num_segments, shape.heads)
+    assert "st.global.v4.b32" in kernel.instructions  # 16 bytes at a time
+
+
+@pytest.mark.parametrize("shape", [DeltaShape(), SpaceShape()], ids=str)
+def test_a_mesh_divides_heads(shape, tmp_path):
+    devices = mesh("h200", 2)
+    with spmd.on_mesh(devices):
+        compiled, names = compile_for_gpus(shape, tmp_path, devices, PartitionSpec(None, "model"))
+    assert names == {"sharded-kernel", "gpu-triton"}
+    assert compiled.memory_analysis().alias_size_in_bytes == math.prod(shape.pool) * 4 // 2
+    (kernel,) = kernels(tmp_path, shape.op).values()
+    assert kernel.grid[1] == shape.heads // 2
+    assert not {"all-gather", "all-reduce", "collective-permute"} & set(compiled.as_text().split("("))
