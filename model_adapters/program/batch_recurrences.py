@@ -54,7 +54,7 @@ def _arrays(given: Given, names: str) -> list[Any]:
 
 
 def _can_run(op: str, tokens: Sequence[jax.Array], state: jax.Array) -> bool:
-    """Returns whether the CPU's kernel of `op` takes ``[batch, T, ...]`` and states of these dtypes."""
+    """Returns whether the CPU's kernel of `op` takes ``[batch, T, ...]`` and this state."""
     if registry.platform() != "cpu" or state.dtype != jnp.float32 or not all(tokens[0].shape[:2]):
         return False
     return registry.implementation_for(op, *tokens).name == KERNEL
