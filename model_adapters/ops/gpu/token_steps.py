@@ -9,6 +9,7 @@ computed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -194,14 +195,17 @@ def run_tokens(
         parts[1 - summed] = _Part.of(pl.program_id(2) * width, width, sizes[1 - summed])
         _kernel(_Program(pl.program_id(1), heads, (parts[0], parts[1]), axes), update, summed, refs)
 
-    num_bytes = 2 * len(segments.read) * pool[0].size * pool.dtype.itemsize
+    numbers = math.prod(pool.shape[1:])  # of a row
+    cost = pl.CostEstimate(
+        flops=6 * out.shape[0] * numbers, transcendentals=0, bytes_accessed=8 * len(segments.read) * numbers
+    )
     made, pool = pl.pallas_call(
         body,
         out_shape=(out, jax.ShapeDtypeStruct(pool.shape, pool.dtype)),
         grid=(len(segments.read), heads, pl.cdiv(sizes[1 - summed], width)),
         input_output_aliases={len(arrays) - 1: 1},
         compiler_params=plgpu.CompilerParams(num_warps=max(1, sum_len * width // WARP_NUMBERS), num_stages=1),
-        cost_estimate=pl.CostEstimate(flops=0, transcendentals=0, bytes_accessed=num_bytes),
+        cost_estimate=cost,
         interpret=registry.platform() != "gpu",
         name=name,
     )(*arrays)
