@@ -118,7 +118,10 @@ CONFIGS = {
     "bloom": lambda: transformers.BloomConfig(hidden_size=32, n_layer=2, n_head=4, vocab_size=61),  # shapes alone
 }
 SIZES_OF_STATES = {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 4}
-for _name in ("deepseek_v4", "qwen4_exp_text", "glm_moe_dsa", "inkling2_text", "inkling2_loop_text"):
+_INDEXED = ("deepseek_v4", "qwen4_exp_text", "glm_moe_dsa")
+_RECURRENT = ("inkling2_text", "inkling2_loop_text", "qwen3_5_text", "kimi_linear")
+_SPACES = ("mamba2", "nemotron_h", "granitemoehybrid", "lfm2")
+for _name in (*_INDEXED, *_RECURRENT, *_SPACES):
     _kinds = sparse if _name in sparse.TYPES else recurrent
     CONFIGS[_name] = functools.partial(
         transformers.AutoConfig.for_model, _name, **_kinds.SIZES | _kinds.TYPES[_name] | {"vocab_size": 61}

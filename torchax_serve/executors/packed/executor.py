@@ -116,7 +116,9 @@ class PackedExecutor:
         if speculative is not None:
             of_steps = self._forward, self._weights, cache, programs, compiled, self._specs
             of_model = functools.partial(forward_model, program)
-            self._drafts = PackedDrafts(speculative, *of_steps, of_model, adapters=self._adapters, draft=draft)
+            self._drafts = PackedDrafts(
+                speculative, *of_steps, of_model, self._as_taken, adapters=self._adapters, draft=draft
+            )
 
     @property
     def num_substitutes(self) -> int:
@@ -132,8 +134,19 @@ class PackedExecutor:
             return self._head.forward(self._program, weights, pools, batch, spec.layout)
 
     def _as_taken(self, pools: tuple[Pool, ...]) -> tuple[Pool, ...]:
-        """Returns the pools of a program's end as the next program takes them."""
-        return pools if self._head is None else self._head.as_taken(pools)
+        """Returns the pools of a program's end as the next program takes them.
+
+        Behind a loop of steps XLA would divide pools as it sees fit.
+        """
+        if (sharding := self._program.sharding) is None:
+            return pools
+        from model_adapters.program.packed_forward import as_taken  # tracing needs torch, running does not
+
+        if self._head is None:
+            return as_taken(pools, self.cache.layout, sharding)
+        num_own = self._head.loaded.num_pools
+        of_model, own = pools[: -1 - num_own], self._head.as_taken(pools)[-1 - num_own :]
+        return (*as_taken(of_model, self.cache.layout.without_last(num_own), sharding), *own)
 
     def _run(
         self,

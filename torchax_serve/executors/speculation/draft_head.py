@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from model_adapters.caches.packed_batch import INDEX_KEYS, PackedBatch, PagedLayout, Pool
+from model_adapters.caches.packed_batch import INDEX_KEYS, PackedBatch, PagedLayout, Pool, laid_out
 from model_adapters.draft_heads.loaded_head import HeadedWeights, LoadedHead
 from torchax_serve.executors.speculation.draft_model import Pick
 from torchax_serve.executors.speculation.prompt_lookup import TokenHistory, last_tokens, verify_rows
@@ -115,15 +115,16 @@ class DraftHead:
         return (*others, state.kept(steps.slots, is_active, hidden, lens))
 
     def as_taken(self, pools: Pools) -> Pools:
-        """Returns pools whose state is replicated on the mesh, as the next program takes it.
+        """Returns pools, the head's own and its state placed as the next program takes them.
 
-        Inside of a program XLA may divide it.
+        Inside of a program XLA may divide them.
         """
         sharding = self.loaded.program.sharding
         if sharding is None:
             return pools
-        *others, state = pools
-        return (*others, jax.lax.with_sharding_constraint(state, sharding.replicated()))
+        of_model, own, state = self._split(pools)
+        placed = (laid_out(pool, sharding.pool_sharding, jax.lax.with_sharding_constraint) for pool in own)
+        return (*of_model, *placed, jax.lax.with_sharding_constraint(state, sharding.replicated()))
 
     def _run(
         self,

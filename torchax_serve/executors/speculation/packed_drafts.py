@@ -64,6 +64,7 @@ class PackedDrafts:
         compiled: Callable[..., CachedFunction],
         specs: PackedSpecs,
         forward_model: Callable[..., Any],
+        as_taken: Callable[[tuple[Any, ...]], tuple[Any, ...]],
         *,
         adapters: SlotAdapters,
         draft: DraftModel | DraftHead | None,
@@ -76,7 +77,16 @@ class PackedDrafts:
             self._pending = self._nothing(default_sharding())
         self._behind: set[int] = set()  # slots that may have pending tokens
         self._decoder = SpeculativeDecoder(
-            config, self._verify, weights, programs, compiled, specs, pools=self._pools, adapters=adapters, draft=draft
+            config,
+            self._verify,
+            weights,
+            programs,
+            compiled,
+            specs,
+            pools=self._pools,
+            adapters=adapters,
+            draft=draft,
+            as_taken=functools.partial(_as_taken, as_taken),
         )
         self._catch_up = compiled("catch_up_packed", self._caught_up, donate={"pools": 1})
 
@@ -308,3 +318,10 @@ class PendingRows:
         """Returns what is pending of rows whose states hold `lens` int32[S] tokens; `ids` follow."""
         of_slots = self.pending.lens.at[self.slots].set(lens), self.pending.ids.at[self.slots].set(ids)
         return PendingTokens(*of_slots)
+
+
+def _as_taken(place: Callable[[tuple[Any, ...]], tuple[Any, ...]], pools: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Returns the pools as `place` places them, behind pending tokens if there are some."""
+    if not isinstance(pools[0], PendingTokens):
+        return place(pools)
+    return pools[0], *place(tuple(pools[1:]))

@@ -68,6 +68,7 @@ class SpeculativeDecoder:
         pools: Callable[[], tuple[Any, ...]],
         adapters: SlotAdapters,
         draft: DraftModel | DraftHead | None = None,
+        as_taken: Callable[[tuple[Any, ...]], tuple[Any, ...]] | None = None,
     ) -> None:
         self._config, self._forward, self._weights = config, forward, weights
         self._adapters = adapters
@@ -80,6 +81,7 @@ class SpeculativeDecoder:
         self._steps: CompiledSteps[VerifySpec] = CompiledSteps(weights, programs, self._call_of)
         self.history: TokenHistory | None = None
         self._head = draft if isinstance(draft, DraftHead) else None
+        self._as_taken = as_taken if self._head is None or as_taken is not None else self._head.as_taken
         self._draft = draft if isinstance(draft, DraftModel) else None
         self._draft_name = None if draft is None else draft.identity
         self._cache: DraftCache | None = None
@@ -228,8 +230,8 @@ class SpeculativeDecoder:
         scores = VerifyScores.empty(spec, forward.result_shape[0]) if spec.is_scored else None
         carry = (jnp.int32(0), results, pools, rows, cache, scores)
         _, results, pools, rows, cache, scores = jax.lax.while_loop(goes_on, step, carry)
-        if self._head is not None:
-            pools = self._head.as_taken(pools)
+        if self._as_taken is not None:
+            pools = self._as_taken(pools)
         # A row that is not used is written nowhere.
         num_slots = len(state.last_tokens)  # other hosts' executors have slots of their own
         slots = jnp.where(steps.ends > 0, steps.slots, num_slots)
