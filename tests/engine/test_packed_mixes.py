@@ -24,12 +24,21 @@ TARGETS = {
     "deepseek_v32": ["q_b_proj", "kv_a_proj_with_mqa", "wq_b", "wk", "o_proj"],
     "deepseek_v4": ["q_b_proj", "kv_proj", "gate_proj", "weights_proj", "o_b_proj"],
     "qwen4_exp_text": ["index_qk_proj", "q_proj", "in_proj_qkv", "out_proj"],
+    "glm_moe_dsa": ["q_b_proj", "kv_a_proj_with_mqa", "wq_b", "wk", "weights_proj", "o_proj"],
     "inkling2_text": ["linear", "weight_proj", "sink_proj"],
+    "inkling2_loop_text": ["linear", "sink_proj", "forget_gate_proj", "message_gate_proj"],
     "qwen3_5_text": ["in_proj_qkv", "in_proj_a", "out_proj", "q_proj", "down_proj"],
     "falcon_h1": ["in_proj", "q_proj", "down_proj"],
+    "kimi_linear": ["q_proj", "f_a_proj", "b_proj", "g_b_proj", "kv_a_proj_with_mqa", "o_proj"],
+    "mamba2": ["in_proj"],
+    "nemotron_h": ["in_proj", "q_proj", "up_proj"],
+    "lfm2": ["in_proj", "out_proj", "q_proj", "w2"],
     "minimax": ["qkv_proj", "out_proj", "q_proj"],
 }
-"""Layers with an adapter, by type: of indexers and compressors, of recurrences, and of attention."""
+"""Layers with an adapter, by type: of indexers and compressors, of recurrences, and of attention.
+
+peft refuses the projection behind a state space of Mamba 2 and Nemotron-H.
+"""
 
 
 def tiny(model_type):
@@ -75,7 +84,7 @@ def test_quantized_weights(model_type, tmp_path):
         stored = {name: np.asarray(unpacked(weight)) for name, weight in served._runtimes[0].weights.items()}
     state = eager.state_dict()
     changed = [name for name, tensor in state.items() if not np.array_equal(stored[name], tensor)]
-    assert len(changed) > 5
+    assert len(changed) > 4
     eager.load_state_dict({name: torch.tensor(stored[name]) for name in state})
     assert found == [eager_tokens(eager, ids) for ids in prompts]
 
@@ -101,6 +110,9 @@ class RoundedCache(DynamicCache):
         thorough("qwen4_exp_text", "int8"),
         thorough("qwen3_5_text", "fp8"),
         thorough("falcon_h1", "fp8"),
+        thorough("lfm2", "int8"),
+        thorough("nemotron_h", "int8"),
+        thorough("inkling2_text", "int8"),
     ],
 )
 def test_pages_in_8_bits(model_type, dtype):

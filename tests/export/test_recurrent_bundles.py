@@ -24,6 +24,7 @@ HIT_TOKENS = {
     "qwen3_5_text": [24, 24],
     "kimi_linear": [24, 24],
     "lfm2": [24, 24],
+    "nemotron_h": [24, 24],
     "inkling2_text": [0, 24],
     "inkling2_loop_text": [24, 24],
     "qwen4_exp_text": [24, 24],

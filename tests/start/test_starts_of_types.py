@@ -14,7 +14,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWa
 
 
 PACKED = ["qwen3_5_text", "qwen3", "deepseek_v32", "glm_moe_dsa", "deepseek_v4", "qwen4_exp_text"]
-PACKED += ["inkling2_text", "inkling2_loop_text", "kimi_linear", "bailing_hybrid", "mamba2", "lfm2"]
+PACKED += ["inkling2_text", "inkling2_loop_text", "kimi_linear", "bailing_hybrid", "mamba2", "lfm2", "nemotron_h"]
 
 
 @pytest.mark.parametrize("name", except_for(["qwen3_5_text"], [*PACKED, "speech:whisper"]))
