@@ -38,6 +38,16 @@ PLANS = (
     ("gpt-oss-120b-mxfp4", "v6e:2x4", "model=2,expert=4", 64, ""),
     ("qwen3-coder-480b-fp8", "v5p:2x2x4", "model=4,expert=4", 64, ""),
     ("deepseek-v3-fp8", "v5p:2x2x4", "model=4,expert=4", 16, ""),
+    ("qwen3.5-27b", "v6e:2x2", None, 64, ""),
+    ("qwen3.5-27b", "tpu7x:2x2x1", None, 64, ""),
+    ("qwen3.5-397b-fp8", "v6e:4x8", "model=4,expert=8", 128, ""),
+    ("qwen3.5-397b-fp8", "tpu7x:2x2x1", "model=2,expert=4", 128, ""),
+    ("nemotron-h-8b", "v6e:2x2", None, 64, ""),
+    ("nemotron-h-8b", "tpu7x:2x2x1", None, 64, ""),
+    ("granite-4-h-small", "v6e:2x2", None, 64, ""),
+    ("granite-4-h-small", "tpu7x:2x2x1", None, 64, ""),
+    ("kimi-linear-48b", "v6e:2x4", None, 64, ""),
+    ("kimi-linear-48b", "tpu7x:2x2x1", None, 64, ""),
 )
 IMAGE_PLANS = (("flux-1-dev", "v6e:2x2", "1024x1024"), ("stable-diffusion-3.5-large", "v6e:2x2", "1024x1024"))
 """Transformers of diffusion pipelines: shape, topology, pixels of an image."""
