@@ -19,9 +19,8 @@ MIN_COMPANION_LINES = 60
 MAX_SUMMARY_CHARS = 90
 # From the top down: a package imports from those behind it, never from those in front of it.
 LAYERS = (
-    ("cli", "server"),
+    ("cli", "server", "distributed.ray"),
     ("bench", "parity", "diagnostics", "training"),
-    ("distributed.ray",),
     ("entrypoints", "planning", "export"),
     ("diffusion", "tasks"),
     ("modules",),

@@ -4,7 +4,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from torchax_serve.cli.serve import _server_options, serve
+from torchax_serve.cli.serve import serve, server_options
 from torchax_serve.cli.shared.config_file import ConfigFile
 
 
@@ -16,10 +16,10 @@ def run(monkeypatch, tmp_path):
     found = []
 
     def keep(*groups):
-        found.append(_server_options(*groups))
+        found.append(server_options(*groups))
         raise SystemExit(0)
 
-    monkeypatch.setattr(module, "_server_options", keep)
+    monkeypatch.setattr(module, "server_options", keep)
     monkeypatch.setattr("torchax_serve.server.require_packages", lambda: None)
     app = typer.Typer()
     app.command()(serve)

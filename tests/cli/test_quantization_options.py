@@ -55,7 +55,7 @@ def test_explain_of_a_checkpoint_that_is_quantized_says_what_loading_says(tmp_pa
 def test_each_command_about_weights_has_it(name):
     options = {flag for parameter in COMMANDS[name].params for flag in parameter.opts}
     assert "--quantization" in options
-    assert ("--requantize" in options) == (name not in ("plan", "deploy"))  # those read no weights themselves
+    assert ("--requantize" in options) == (name != "plan")  # which reads no weights
 
 
 def test_embeddings_of_quantized_weights_are_near_those_of_dense_ones():

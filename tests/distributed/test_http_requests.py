@@ -1,251 +1,195 @@
-"""What the ingress takes and refuses, without Ray."""
+"""Requests on their way to a replica: limits, prefixes, answers of an application, metrics of several; without Ray."""
 
 import asyncio
 import json
+import re
 
 import pytest
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.exposition import generate_latest
+from starlette.requests import ClientDisconnect
 
-from model_adapters.errors import (
-    ChatTemplateError,
-    InvalidArgumentError,
-    OutOfMemoryError,
-    QueueFullError,
-    TorchaxServeError,
-    UnsupportedModelError,
-)
+from model_adapters.errors import InvalidArgumentError, UnsupportedArgumentError
+from torchax_serve.cli import deploy as command
 from torchax_serve.distributed.ray.http_requests import (
-    BadHttpRequest,
-    answer_to,
     check_head,
-    params_of,
-    parse_request,
-    read_body,
-    within,
+    joined_metrics,
+    made_request,
+    messages_of,
+    prefix_of,
+    prefix_text,
+    read_request,
 )
+from torchax_serve.distributed.ray.options import DeployOptions
+from torchax_serve.server.errors import ApiError
+from torchax_serve.server.options import ConnectionLimits, ServerOptions
 
-MAX_BYTES = 10_000
-JSON = {"content-type": "application/json"}
-
-
-def scope(path="/", method="POST", root_path="", headers=JSON):
-    raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
-    return {"type": "http", "path": path, "method": method, "root_path": root_path, "headers": raw}
+LIMITS = ConnectionLimits(max_body_bytes=100, max_url_bytes=50, max_header_bytes=400, max_headers=5)
+OPTIONS = ServerOptions(connection=LIMITS)
 
 
-def refused(run, *args, **kwargs):
-    with pytest.raises(BadHttpRequest) as caught:
-        run(*args, **kwargs)
-    return caught.value
-
-
-@pytest.mark.parametrize(
-    "given",
-    [
-        scope(),
-        scope("/model", root_path="/model"),
-        scope("/model/", root_path="/model"),
-        scope("/", root_path="/model"),
-        scope(headers={"Content-Type": "Application/JSON; charset=UTF-8", "content-length": "10000"}),
-        scope(headers={**JSON, "content-encoding": "identity"}),
-    ],
-)
-def test_accepted_headers(given):
-    check_head(given, MAX_BYTES)
+def scope(path="/v1/chat/completions", *headers, query=b"", root_path=""):
+    raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in (("host", "a"), *headers)]
+    common = {"type": "http", "method": "POST", "path": path, "query_string": query, "root_path": root_path}
+    return {**common, "headers": raw}
 
 
 @pytest.mark.parametrize(
     ("given", "status", "said"),
     [
-        (scope("/v1/chat/completions"), 404, "expected the path /, got '/v1/chat/completions'"),
-        (scope("/modelx", root_path="/model"), 404, "expected the path /model, got '/modelx'"),
-        (scope("/" + "x" * 10_000), 404, "expected the path /, got '/xxx"),
-        (scope(method="GET"), 405, "expected POST, got 'GET'"),
-        (scope(method="DELETE"), 405, "expected POST, got 'DELETE'"),
-        (scope(headers={}), 415, "expected the header Content-Type: application/json, got 'none'"),
-        (scope(headers={"content-type": "application/x-www-form-urlencoded"}), 415, "got 'application/x-www-form"),
-        (scope(headers={"content-type": "application/json; charset=utf-16"}), 415, "charset=utf-16"),
-        (scope(headers={**JSON, "content-encoding": "gzip"}), 415, "got Content-Encoding: gzip"),
-        (scope(headers={**JSON, "content-length": "10001"}), 413, "expected a body of at most 10000 bytes, got more"),
-        (scope(headers={**JSON, "content-length": "9" * 5000}), 413, "expected a body of at most 10000 bytes"),
-        (scope(headers={**JSON, "content-length": "-1"}), 400, "expected a Content-Length in digits, got '-1'"),
-        (scope(headers={**JSON, "content-length": "²"}), 400, "expected a Content-Length in digits"),
+        (scope("/" + "x" * 50), 414, "a URL of at most 50 bytes"),
+        (scope("/v1", query=b"x" * 48), 414, "a URL of at most 50 bytes"),
+        (scope("/", *[(f"x-{i}", "a") for i in range(5)]), 431, "at most 5 headers"),
+        (scope("/", ("x", "y" * 400)), 431, "headers of at most 400 bytes"),
+        (scope("/", ("Authorization", "a"), ("authorization", "b")), 400, "one header authorization, got 2"),
+        (scope("/", ("content-length", "3"), ("transfer-encoding", "chunked")), 400, "got both"),
+        (scope("/", ("content-length", "-1")), 400, "a Content-Length in digits"),
+        (scope("/", ("content-length", "²")), 400, "a Content-Length in digits"),
+        (scope("/", ("content-length", "101")), 413, "a body of at most 100 bytes"),
     ],
 )
-def test_refused_headers(given, status, said):
-    error = refused(check_head, given, MAX_BYTES)
-    assert error.status == status
-    assert said in error.message
-    assert len(error.message) < 400
-    assert error.headers.get("Allow") == ("POST" if status == 405 else None)
-    content = error.content()["error"]
-    assert set(content) == {"message", "type", "param", "code"}
-    assert content["type"] == "invalid_request_error"
+def test_heads_that_the_server_would_refuse(given, status, said):
+    with pytest.raises(ApiError, match=said) as caught:
+        check_head(given, LIMITS)
+    assert caught.value.status == status
 
 
-async def parts_of(*parts, wait_s=0.0):
-    for part in parts:
-        await asyncio.sleep(wait_s)
-        yield part
+def receiver(*messages):
+    left = list(messages)
+
+    async def receive():
+        return left.pop(0)
+
+    return receive
 
 
-def test_a_body_is_read_to_its_end_or_its_limit_or_its_time():
-    assert asyncio.run(read_body(parts_of(b"ab", b"", b"c"), 3)) == b"abc"
-    seen = []
-
-    async def endless():
-        while True:
-            seen.append(1)
-            yield b"x" * 1000
-
-    assert refused(asyncio.run, read_body(endless(), 3500)).status == 413
-    assert len(seen) == 4
-    error = refused(asyncio.run, read_body(parts_of(b"a", b"b", wait_s=30), 10, timeout_s=0.05))
-    assert (error.status, error.code) == (408, "timeout")
+def part(body, more_body=False):
+    return {"type": "http.request", "body": body, "more_body": more_body}
 
 
-def body_of(**fields):
-    return json.dumps({"prompt": "Hi", **fields}).encode()
+def test_a_request_is_read_below_the_route_of_the_application():
+    given = scope("/chat/v1/models", root_path="/chat", query=b"a=b")
+    request = asyncio.run(read_request(given, receiver(part(b'{"prompt":', True), part(b'"Hi"}')), OPTIONS))
+    assert (request["scope"]["path"], request["scope"]["root_path"]) == ("/v1/models", "")
+    assert request["scope"]["query_string"] == b"a=b" and request["prefix"] == "Hi"
+    assert json.loads(request["body"]) == {"prompt": "Hi"}
+    assert made_request(scope("/chat", root_path="/chat"), b"")["scope"]["path"] == "/"
+    assert made_request(scope("/chats", root_path="/chat"), b"")["scope"]["path"] == "/chats"
+    with pytest.raises(ApiError, match="at most 100 bytes") as caught:
+        asyncio.run(read_request(scope(), receiver(part(b"x" * 60, True), part(b"x" * 60)), OPTIONS))
+    assert caught.value.status == 413
+    with pytest.raises(ClientDisconnect):
+        asyncio.run(read_request(scope(), receiver(part(b"x", True), {"type": "http.disconnect"}), OPTIONS))
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        body_of(),
-        body_of(max_new_tokens=3, temperature=0.5, seed=2**64 - 1, stop=["a", "b"], top_k=None),
-        body_of(logit_bias={"3": 5, "17": -100.0}),
-        b'{"messages": [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}], "do_sample": false}',
-    ],
-)
-def test_accepted_requests(body):
-    assert parse_request(body, MAX_BYTES) == json.loads(body)
+def text_of(*headers, **body):
+    return prefix_text([(name.encode(), value.encode()) for name, value in headers], json.dumps(body).encode())
 
 
-def test_token_ids_that_are_keys_of_json_are_numbers_again():
-    request = parse_request(body_of(logit_bias={"3": 5}, stop=["a"]), MAX_BYTES)
-    params = params_of(request)
-    assert params.logit_bias == {3: 5}
-    assert params.stop_strings == ("a",)
+def test_prefixes_are_of_model_tools_and_prompt_and_of_one_key():
+    turn = [{"role": "user", "content": "Hi"}]
+    first = text_of(model="a", messages=turn, temperature=1)
+    later = text_of(temperature=0, messages=[*turn, {"role": "assistant", "content": "Yes"}], model="a")
+    assert later.startswith(first.removesuffix("]"))
+    assert text_of(model="b", messages=turn) != first
+    assert text_of(model="a", messages=turn, tools=[{"name": "f"}]).split("\n")[1:2] == ['[{"name": "f"}]']
+    assert text_of(prompt=[1, 2]) == "[1, 2]" and text_of(input="Hi", instructions="Be kind") == "Be kind\nHi"
+    keyed = text_of(("Authorization", "Bearer secret"), prompt="Hi")
+    assert keyed.endswith("\nHi") and "secret" not in keyed
+    assert keyed != text_of(("Authorization", "Bearer other"), prompt="Hi")
+    assert text_of(model="a") is None and prefix_text([], b"[" * 100_000) is None and prefix_text([], b"\xff") is None
+    assert asyncio.run(prefix_of([], b"")) is None
+    assert asyncio.run(prefix_of([], json.dumps({"prompt": "x" * 300_000}).encode())) == "x" * 300_000
 
 
-BAD_REQUESTS = [
-    (b"", "expected JSON, got something else at line 1", None),
-    (b"{", "expected JSON, got something else", None),
-    (b"[1]", "expected a JSON object, got an array", None),
-    (b'"text"', "expected a JSON object, got a text", None),
-    (b"null", "expected a JSON object, got null", None),
-    (b"\xff\xfe", "expected JSON in UTF-8", None),
-    (b"[" * 5000, "levels", None),
-    (b'{"prompt": ' + b"[" * 4000 + b"]" * 4000 + b"}", "levels", None),
-    (b'{"prompt": "a", "prompt": "b"}', "expected each key once, got 'prompt' twice", None),
-    (b"{}", "expected one of prompt and messages, got both or neither", None),
-    (body_of(messages=[{}]), "expected one of prompt and messages, got both or neither", None),
-    (body_of(temprature=1), "got temprature", None),
-    (b'{"messages": [], "temprature": 1}', "got temprature", None),
-    (body_of(**{"x" * 5000: 1}), "expected fields out of", None),
-    (b'{"prompt": 7}', "prompt: expected a text or token ids, got a number", "prompt"),
-    (b'{"prompt": null}', "prompt: expected a text or token ids, got null", "prompt"),
-    (b'{"prompt": [[1]]}', "prompt: expected a text or token ids, got an array", "prompt"),
-    (body_of(documents=[{"text": "a"}]), "documents: expected none of it", "documents"),
-    (body_of(max_tokens=-1), "max_new_tokens: expected a whole number", "max_new_tokens"),
-    (body_of(n=2), "n: expected none of it", "n"),
-    (b'{"messages": []}', "messages: expected a non-empty array of objects", "messages"),
-    (b'{"messages": "Hi"}', "messages: expected a non-empty array of objects", "messages"),
-    (b'{"messages": ["Hi"]}', "messages: expected a non-empty array of objects", "messages"),
-    (b'{"prompt": "\\ud800"}', "expected text, got half of a surrogate pair", "prompt"),
-    (b'{"messages": [{"\\udfff": 1}]}', "expected text, got half of a surrogate pair", "messages"),
-    (b'{"prompt": "a", "temperature": NaN}', "expected numbers of JSON, got NaN", None),
-    (b'{"prompt": "a", "temperature": 1e400}', "expected numbers of at most 1.8e308", None),
-    (b'{"prompt": "a", "max_new_tokens": 1' + b"0" * 5000 + b"}", "4300 digits", None),
-    (body_of(max_new_tokens=2**70), "max_new_tokens: expected whole numbers of at most 64 bits", "max_new_tokens"),
-    (b'{"messages": [{"a": -1' + b"0" * 30 + b"}]}", "messages: expected whole numbers of at most 64 bits", "messages"),
-    (body_of(max_new_tokens=True), "max_new_tokens: expected a whole number", "max_new_tokens"),
-    (body_of(max_new_tokens=1.5), "max_new_tokens: expected a whole number", "max_new_tokens"),
-    (body_of(max_new_tokens="3"), "max_new_tokens: expected a whole number", "max_new_tokens"),
-    (body_of(max_new_tokens=-3), "max_new_tokens: expected a whole number", "max_new_tokens"),
-    (body_of(temperature=[1]), "temperature: expected a number", "temperature"),
-    (body_of(temperature={"a": 1}), "temperature: expected a number", "temperature"),
-    (body_of(do_sample=1), "do_sample: expected true or false, got a number", "do_sample"),
-    (body_of(do_sample="yes"), "do_sample: expected true or false, got a text", "do_sample"),
-    (body_of(stop={"a": 1}), "stop: expected a non-empty string", "stop"),
-    (body_of(seed=-(2**63) - 1), "seed: expected a whole number", "seed"),
-    (body_of(logit_bias={"x": 1}), "logit_bias: expected {token id: bias", "logit_bias"),
-    (body_of(logit_bias=[1]), "logit_bias: expected {token id: bias", "logit_bias"),
-    (body_of(bad_words_ids=[1]), "bad_words_ids: expected a non-empty list", "bad_words_ids"),
-    (body_of(sequence_bias=[[[1], "x"]]), "sequence_bias: expected a non-empty", "sequence_bias"),
-    (body_of(suppress_tokens=[True]), "suppress_tokens: expected a list of token ids", "suppress_tokens"),
-    (body_of(cache_salt=1), "cache_salt: expected a string", "cache_salt"),
-]
-
-
-@pytest.mark.parametrize(("body", "said", "param"), BAD_REQUESTS)
-def test_refused_requests(body, said, param):
-    error = refused(parse_request, body, MAX_BYTES * 10)
-    assert error.status == 400
-    assert said in error.message
-    assert error.param == param
-    assert "\n" not in error.message
-    assert len(json.dumps(error.content())) < 3000
-
-
-def test_stalled_answer_is_cancelled():
+def test_an_application_answers_message_by_message_and_ends_with_its_client():
     ended = []
 
-    async def pieces():
-        try:
-            yield "one"
-            await asyncio.sleep(30)
-            yield "two"
-        finally:
-            ended.append(True)
+    async def app(scope, receive, send):
+        assert (await receive())["body"] == b"asked"
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        if scope["path"] == "/short":
+            await send({"type": "http.response.body", "body": b"done"})
+            return
+        await send({"type": "http.response.body", "body": b"first", "more_body": True})
+        assert (await receive())["type"] == "http.disconnect"
+        ended.append(scope["path"])
 
-    async def read():
-        found = []
-        try:
-            async for piece in within(pieces(), 0.05):
-                found.append(piece)
-        except BadHttpRequest as error:
-            return found, error.status, error.content()["error"]["type"]
+    async def use():
+        short = [each async for each in messages_of(app, made_request(scope("/short"), b"asked"))]
+        assert [each.get("body") for each in short] == [None, b"done"]
+        messages = messages_of(app, made_request(scope("/long"), b"asked"))
+        assert [(await anext(messages)).get("body") for _ in range(2)] == [None, b"first"]
+        await messages.aclose()
+        assert ended == ["/long"]
 
-    assert asyncio.run(read()) == (["one"], 504, "server_error")
-    assert ended == [True]
+        async def fails(scope, receive, send):
+            raise ZeroDivisionError
 
+        with pytest.raises(ZeroDivisionError):
+            await anext(messages_of(fails, made_request(scope("/"), b"")))
 
-def test_answer_in_time_is_complete():
-    async def read():
-        return [piece async for piece in within(parts_of("a", "b", "c"), 5)]
-
-    assert asyncio.run(read()) == ["a", "b", "c"]
+    asyncio.run(use())
 
 
-@pytest.mark.parametrize(
-    ("error", "status", "kind", "code"),
-    [
-        (QueueFullError("expected at most 8 waiting"), 429, "rate_limit_error", "rate_limit_exceeded"),
-        (InvalidArgumentError("top_p: expected at most 1"), 400, "invalid_request_error", None),
-        (ChatTemplateError("no chat template"), 400, "invalid_request_error", None),
-        (UnsupportedModelError("an encoder"), 400, "invalid_request_error", None),
-        (TorchaxServeError("request 3: its step failed"), 503, "server_error", "unavailable"),
-        (OutOfMemoryError("the cache takes 3 GB"), 503, "server_error", "unavailable"),
-    ],
-)
-def test_http_status_of_replica_errors(error, status, kind, code):
-    answer = answer_to(error)
-    told = answer.content()["error"]
-    assert (answer.status, told["type"], told["code"], told["message"]) == (status, kind, code, str(error))
-    assert ("Retry-After" in answer.headers) == (status == 429)
+def test_metrics_of_replicas_are_one_text():
+    texts = {}
+    for replica, number in (("a", 1), ("b", 2)):
+        registry = CollectorRegistry()
+        Counter("asked", "Requests", ["route"], registry=registry).labels('/v1/"x"').inc(number)
+        Histogram("took", "Seconds", buckets=(1, 2), registry=registry).observe(number)
+        texts[replica] = generate_latest(registry).decode()
+    joined = joined_metrics(texts).decode()
+    assert re.findall(r'^asked_total\{replica="(.)",route="/v1/\\"x\\""\} (\S+)', joined, re.M) == [
+        ("a", "1.0"),
+        ("b", "2.0"),
+    ]
+    assert re.findall(r'^took_bucket\{le="1.0",replica="(.)"\} (\S+)', joined, re.M) == [("a", "1.0"), ("b", "0.0")]
+    assert joined.count("# TYPE asked_total counter") == joined.count("# TYPE took histogram") == 1
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("given", "said"),
     [
-        ("tools", "tools: expected none of it, for replicas do not have it; an answer is a text alone; torchax-serve"),
-        ("model", "model: expected none of it, for replicas do not have it; a deployment has one model"),
-        ("max_length", "got max_length; "),
+        (
+            {"tls_certificate": "a", "tls_key": "b"},
+            "tls_certificate: expected its default for replicas, got another; conn",
+        ),
+        ({"connection": ConnectionLimits(max_connections=3)}, "max_connections: expected its default"),
+        ({"profile_dir": "a"}, "profile_dir: expected its default for replicas, got another; it would be of one"),
+        ({"drain_timeout_s": 3.0}, "drain_timeout_s: .*; drain_s has the time"),
+        ({"max_stored_responses": 3}, "max_stored_responses: expected 0 for several replicas, got 3"),
     ],
 )
-def test_fields_of_other_servers_are_refused_by_name(name, said):
-    body = json.dumps({"messages": [{"role": "user", "content": "hi"}], name: 1}).encode()
-    error = refused(parse_request, body, MAX_BYTES)
-    assert error.status == 400
-    assert said in error.message
-    assert error.param == (name if name != "max_length" else None)
+def test_options_of_the_server_that_replicas_cannot_honour(given, said):
+    with pytest.raises(UnsupportedArgumentError, match=said):
+        DeployOptions(max_replicas=2, server=ServerOptions(**given))
+
+
+def test_options_on_rays_command_line():
+    options = DeployOptions.of_text({"model": "a", "max_replicas": "2", "api_key_file": "k", "keep_alive_s": "3"})
+    assert (options.model, options.server.keep_alive_s, str(options.server.api_key_file)) == ("a", 3.0, "k")
+    assert not options.server.is_loopback
+    with pytest.raises(
+        InvalidArgumentError, match=r"expected arguments out of model, .*keep_alive_s.*, got keep_alive"
+    ):
+        DeployOptions.of_text({"keep_alive": "3"})
+
+
+def test_the_command_gives_replicas_the_options_of_a_server(monkeypatch):
+    made = []
+    monkeypatch.setattr(
+        "torchax_serve.distributed.ray.options.DeployOptions", lambda **given: made.append(given) or 1 / 0
+    )
+    with pytest.raises(ZeroDivisionError):
+        command.deploy(
+            replicas="1:3", served_model_name=["tiny"], api_key=["me:a-long-key"], max_body_mib=2, max_num_seqs=7,
+            page_size=32, adapter=["sql=folder"], max_loras=2, request_timeout=9.0,
+        )  # fmt: skip
+    (given,) = made
+    assert (given["min_replicas"], given["max_replicas"], given["max_num_seqs"]) == (1, 3, 7)
+    assert given["engine"] == {"page_size": 32}
+    assert (given["load"]["adapters"], given["load"]["max_loras"]) == ({"sql": "folder"}, 2)
+    server = given["server"]
+    assert (server.served_model_names, server.api_keys) == (("tiny",), (("me", "a-long-key"),))
+    assert (server.connection.max_body_bytes, server.request_timeout_s) == (2 << 20, 9.0)

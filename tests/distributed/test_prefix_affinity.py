@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from model_adapters.errors import InvalidArgumentError, UnsupportedArgumentError
 from torchax_serve.cli import deploy as command
 from torchax_serve.distributed.ray.options import DeployOptions
-from torchax_serve.distributed.ray.prefix_affinity import BLOCK_CHARS, PrefixAffinity, choose_replica, prefix_key
+from torchax_serve.distributed.ray.prefix_affinity import BLOCK_CHARS, PrefixAffinity, choose_replica
 
 
 def text_of(*letters):
@@ -57,15 +57,6 @@ def test_every_replica_is_tried_and_the_idlest_first(loads, data):
         assert order[0] == owner
         order = order[1:]
     assert [loads[replica] for replica in order] == sorted(loads[replica] for replica in order)
-
-
-def test_prefix_of_a_conversation():
-    first = {"messages": [{"role": "user", "content": "a" * 500}]}
-    second = {"messages": [*first["messages"], {"role": "assistant", "content": "b"}]}
-    table = PrefixAffinity()
-    table.record(prefix_key(first), "one")
-    assert table.replica_for(prefix_key(second), ["one", "two"]) == "one"
-    assert prefix_key({"prompt": "a"}) == "a"
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Replicas that come with the load and go with it, and one that no longer answers, on a Ray cluster of this machine."""
 
+import json
 import os
 import signal
 import time
@@ -10,6 +11,7 @@ import pytest
 
 from model_adapters.errors import UnsupportedArgumentError
 from torchax_serve.distributed.ray.options import DeployOptions
+from torchax_serve.server.options import ServerOptions
 
 with warnings.catch_warnings():  # of Ray, about its own dependencies
     warnings.simplefilter("ignore")
@@ -30,6 +32,7 @@ OPTIONS = DeployOptions(
     health_check_period_s=1,
     health_check_timeout_s=5,
     drain_s=60,
+    server=ServerOptions(served_model_names=("tiny",)),
 )
 MOST_S = 300
 PORT = 8128
@@ -41,8 +44,9 @@ def handle(cluster):
 
 
 def ask(handle, number):
-    body = {"prompt": f"Question {number}: what is", "do_sample": False, "max_new_tokens": 32}
-    return "".join(handle.options(stream=True).stream.remote(body))
+    body = {"model": "tiny", "prompt": f"Question {number}: what is", "temperature": 0, "max_tokens": 32}
+    answer = b"".join(handle.options(stream=True).post.remote("/v1/completions", body))
+    return json.loads(answer)["choices"][0]["text"]
 
 
 def num_running():
@@ -82,7 +86,7 @@ def test_replicas_come_with_the_load_and_go_with_it(handle):
 
 def test_a_replica_that_does_not_answer_is_replaced(handle):
     replicas = ray_serve.get_deployment_handle("Replica", "scaled")
-    process = replicas.process_id.remote({"prompt": "who"}).result(timeout_s=120)
+    process = replicas.process_id.remote({"prefix": "who"}).result(timeout_s=120)
     os.kill(process, signal.SIGSTOP)
     try:
         wait_for(lambda: not is_alive(process))

@@ -1,6 +1,7 @@
 """What runs in each process of a deployment serves a bundle as it serves a model."""
 
 import asyncio
+import json
 import warnings
 
 import pytest
@@ -8,7 +9,9 @@ import pytest
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.loading.model_source import EMBEDDED
 from torchax_serve import EngineOptions, SamplingParams, serve
+from torchax_serve.distributed.ray.http_requests import made_request
 from torchax_serve.distributed.ray.options import DeployOptions
+from torchax_serve.server.options import ServerOptions
 
 with warnings.catch_warnings():  # of Ray, about its own dependencies
     warnings.simplefilter("ignore")
@@ -27,13 +30,17 @@ def bundle(tmp_path_factory):
 
 
 async def answer(replica):
-    request = {"messages": QUESTION, "max_new_tokens": 8, "temperature": 0}
-    return "".join([piece async for piece in replica.stream(request)])
+    body = {"model": "tiny", "messages": QUESTION, "max_tokens": 8, "temperature": 0}
+    headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
+    scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "query_string": b"", "headers": headers}
+    messages = [each async for each in replica.respond(made_request(scope, json.dumps(body).encode()))]
+    assert messages[0]["status"] == 200, messages
+    return json.loads(b"".join(each.get("body", b"") for each in messages[1:]))["choices"][0]["message"]["content"]
 
 
 def test_a_replica_answers_from_a_bundle(bundle):
     folder, expected = bundle
-    replica = Replica(DeployOptions(model=str(folder)))
+    replica = Replica(DeployOptions(model=str(folder), server=ServerOptions(served_model_names=("tiny",))))
     replica.check_health()
     assert asyncio.run(answer(replica)) == expected
     replica._model.close()

@@ -228,6 +228,7 @@ def serve(
     Each option has a variable, such as TORCHAX_SERVE_PORT for --port, and can stand in the TOML file of --config.
     """
     from torchax_serve.server import require_packages
+    from torchax_serve.server.logs import log_to_stderr
 
     named = [named_model(each) for each in models or ()] or [((), None)]
     model = named[0][1]
@@ -241,8 +242,8 @@ def serve(
         check_model(each, load.revision)
     check_several(named, _given(address=address, life=life, engine=engine, load=load))
     check_quantization(load.quantization)  # a server that cannot load does not listen first
-    options = _server_options(address, access, limits, files, several, life)
-    _log_to_stderr(options.log_format)
+    options = server_options(address, access, limits, files, several, life)
+    log_to_stderr(options.log_format)
     from torchax_serve.entrypoints.serve import serve_without_pipelines
     from torchax_serve.server.lifespan import Server, end_children
     from torchax_serve.server.model_pool import ModelSpec
@@ -311,7 +312,7 @@ def _given(**groups: Any) -> dict[str, Any]:
     return {name: value for name, (value, default) in values.items() if value != default}
 
 
-def _server_options(
+def server_options(
     address: AddressOptions,
     access: AccessOptions,
     limits: LimitOptions,
@@ -319,6 +320,7 @@ def _server_options(
     several: SeveralOptions,
     life: LifeOptions,
 ) -> ServerOptions:
+    """Returns the options of a server that the groups of a command line give."""
     from torchax_serve.server.options import MIB, ConnectionLimits, ServerOptions
 
     return ServerOptions(
@@ -372,15 +374,6 @@ def _server_options(
 def _named_key(index: int, text: str) -> tuple[str, str]:
     name, colon, key = text.partition(":")
     return (name, key) if colon else (f"key-{index}", text)
-
-
-def _log_to_stderr(log_format: str) -> None:
-    """Writes the lines of the server, and warnings of all that it uses, in one format."""
-    from torchax_serve.server.logs import handler
-
-    logging.getLogger().addHandler(handler(log_format))
-    for name in ("torchax_serve.server", "torchax_serve.access"):
-        logging.getLogger(name).setLevel(logging.INFO)
 
 
 def _check_watched(model: str | None, life: LifeOptions) -> None:

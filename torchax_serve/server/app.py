@@ -237,7 +237,7 @@ class _Exchange:
         self._status = 0
         self._error_type: str | None = None
         scope["app"] = app
-        request_id, span = _request_id(scope), None
+        request_id, span = request_id_of(scope), None
         if app.context.tracing is not None and scope["method"] == "POST":
             span = app.context.tracing.begin(app.label(scope), request_id, scope["headers"])
         scope["state"] = {"request_id": request_id, "key": None, "key_name": None, "usage": None, "span": span}
@@ -294,19 +294,11 @@ class _Exchange:
         self._error_type = answer.code or answer.type
         if self._status:
             return
-        body = json.dumps(self._content_of(answer)).encode()
+        body = error_body(answer, self._scope["path"], self._scope["state"]["request_id"])
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         headers += [(name.lower().encode(), value.encode()) for name, value in answer.headers.items()]
         await self._send_with_id({"type": "http.response.start", "status": answer.status, "headers": headers})
         await self._send({"type": "http.response.body", "body": b"" if self._is_head else body, "more_body": False})
-
-    def _content_of(self, error: ApiError) -> dict[str, Any]:
-        """Returns the body of an error in the form of the interface that was asked."""
-        if anthropic_errors.is_for(self._scope["path"]):
-            return anthropic_errors.error_content(error, self._scope["state"]["request_id"])
-        if ollama_errors.is_for(self._scope["path"]):
-            return ollama_errors.error_content(error)
-        return error.content()
 
     @property
     def _is_head(self) -> bool:
@@ -332,7 +324,17 @@ class _Exchange:
             access_logger.info("%s", json.dumps(line))
 
 
-def _request_id(scope: Scope) -> str:
+def error_body(error: ApiError, path: str, request_id: str) -> bytes:
+    """Returns the body of an error in the form of the interface that was asked."""
+    if anthropic_errors.is_for(path):
+        return json.dumps(anthropic_errors.error_content(error, request_id)).encode()
+    if ollama_errors.is_for(path):
+        return json.dumps(ollama_errors.error_content(error)).encode()
+    return error.body()
+
+
+def request_id_of(scope: Scope) -> str:
+    """Returns the id that a client has given its request, else a new one."""
     for name, value in scope["headers"]:
         if name == b"x-request-id" and _REQUEST_ID.fullmatch(text := value.decode("latin-1")):
             return text

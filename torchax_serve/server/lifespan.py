@@ -174,23 +174,9 @@ class Server:
         """Sets the models of a server of several, none of which is loaded."""
         share_free_memory(min(len(self._models), self._options.max_loaded_models or len(self._models)))
         gc_pause.collect_rarely()
-        self.context.set_pool(ModelPool(self._models, self._options, self._opened))
+        self.context.set_pool(ModelPool(self._models, self._options, lambda spec: open_model(spec, self._options)))
         logger.info("models, loaded at their first request: %s", ", ".join(self.context.model_names))
         notify_systemd("READY=1")
-
-    def _opened(self, spec: ModelSpec) -> ModelService:
-        """Loads one of several models and makes it ready, in a thread."""
-        service = ModelService(spec.load(), self._options, spec.names)
-        try:
-            restore_adapters(service, spec.adapters)
-            if self._options.warm_up:
-                # Requests wait for the model: stored programs are read when they are needed, the others behind them.
-                warm_up(service.model, SilentProgress(), wait=not isinstance(service.model, RecordedModel))
-            service.prepare()
-        except BaseException:
-            service.close()
-            raise
-        return service
 
     def _set_loaded(self, service: ModelService) -> None:
         self.context.set_service(service)
@@ -240,22 +226,10 @@ class Server:
                 logger.warning("connections use the files of TLS of before: %s", error)
             if self.context.pool is not None:
                 await self.context.pool.unload_idle()
-            if (reason := self._dead_reason()) is not None:
+            if (reason := dead_reason(self.context)) is not None:
                 await self._die(reason)
                 return
             notify_systemd("WATCHDOG=1")
-
-    def _dead_reason(self) -> str | None:
-        """Returns why the engine will not answer any more; None as long as it does."""
-        if self.context.stage is not Stage.READY:
-            return None
-        limit_s = self._options.watchdog_s
-        for progress in progress_of(self.context.loaded):
-            if not progress.is_alive:
-                return "the engine's thread has ended"
-            if limit_s and progress.is_due and not progress.is_compiling and progress.still_s > limit_s:
-                return f"the engine has not moved for {progress.still_s:.0f} s"
-        return None
 
     async def _die(self, reason: str) -> None:
         logger.error("%s; the process ends", reason)
@@ -264,6 +238,34 @@ class Server:
         await asyncio.sleep(DEAD_S)
         assert self._ended is not None
         self._ended.set()
+
+
+def open_model(spec: ModelSpec, options: ServerOptions) -> ModelService:
+    """Loads a model and makes it ready for requests; meant for a thread."""
+    service = ModelService(spec.load(), options, spec.names)
+    try:
+        restore_adapters(service, spec.adapters)
+        if options.warm_up:
+            # Requests wait for the model: stored programs are read when they are needed, the others behind them.
+            warm_up(service.model, SilentProgress(), wait=not isinstance(service.model, RecordedModel))
+        service.prepare()
+    except BaseException:
+        service.close()
+        raise
+    return service
+
+
+def dead_reason(context: ServerContext) -> str | None:
+    """Returns why a server's engines will not answer any more; None as long as they do."""
+    if context.stage is not Stage.READY:
+        return None
+    limit_s = context.options.watchdog_s
+    for progress in progress_of(context.loaded):
+        if not progress.is_alive:
+            return "the engine's thread has ended"
+        if limit_s and progress.is_due and not progress.is_compiling and progress.still_s > limit_s:
+            return f"the engine has not moved for {progress.still_s:.0f} s"
+    return None
 
 
 def warm_up(model: ServedModel, progress: Progress, *, wait: bool = True) -> None:

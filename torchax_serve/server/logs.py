@@ -103,3 +103,10 @@ def handler(log_format: str, stream: TextIO | None = None) -> logging.Handler:
     found = StderrHandler(stream)
     found.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
     return found
+
+
+def log_to_stderr(log_format: str) -> None:
+    """Writes the lines of the server, and warnings of all that it uses, in one format."""
+    logging.getLogger().addHandler(handler(log_format))
+    for name in ("torchax_serve.server", "torchax_serve.access"):
+        logging.getLogger(name).setLevel(logging.INFO)

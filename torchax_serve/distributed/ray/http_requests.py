@@ -1,268 +1,199 @@
-"""Checks HTTP requests for the ingress, before they reach a replica.
+"""Requests between Ray's proxy and a replica: limits of head and body, and prefixes.
 
-Plain Python on ASGI, without Ray and jax. Errors have the form of OpenAI's interface.
+Plain Python on ASGI, without Ray and jax. A replica runs the server's own application; what the server's protocol class
+checks before a request reaches that is checked here, since connections are those of Ray's proxy.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import dataclasses
-from collections.abc import AsyncIterator, Iterator, Mapping
+import collections
+import hashlib
+import json
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
-from model_adapters.errors import (
-    ChatTemplateError,
-    InvalidArgumentError,
-    QueueFullError,
-    TorchaxServeError,
-    UnsupportedArgumentError,
-    UnsupportedModelError,
-)
-from torchax_serve.distributed.ray import openai_fields
-from torchax_serve.distributed.ray.openai_fields import CHAT, own_fields
-from torchax_serve.sampling_params import SamplingParams
-from torchax_serve.validation.argument_hints import SAMPLING
-from torchax_serve.validation.bounded_json import parse_json
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
+from starlette.requests import Request
+from starlette.types import Receive, Scope
 
-KNOWN = frozenset({"prompt", "messages"}) | {field.name for field in dataclasses.fields(SamplingParams)}
-"""Fields of a request; those of the server that are taken, too, are in `openai_fields`."""
-BODY_TIMEOUT_S = 30.0
-"""Time limit for the body of a request, in seconds."""
-BLAMES_REQUEST = (InvalidArgumentError, UnsupportedArgumentError, UnsupportedModelError, ChatTemplateError)
-"""Errors caused by the request: every replica would raise them."""
-MAX_INTEGER = 2**64 - 1
-"""Largest integer in a request: the largest seed."""
+from torchax_serve.server.body import read_body
+from torchax_serve.server.errors import ApiError
+from torchax_serve.server.options import ConnectionLimits, ServerOptions
 
+Message = dict[str, Any]
 
-class BadHttpRequest(Exception):
-    """Request that is refused.
-
-    Attributes:
-        status: HTTP status.
-        message: Text: expected, got, remedy.
-        code: Error code, for programs.
-        param: Field of the body with the error; None for none.
-        headers: Headers of the answer.
-    """
-
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        code: str | None = None,
-        param: str | None = None,
-        headers: Mapping[str, str] | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status, self.message, self.code, self.param = status, message, code, param
-        self.headers = dict(headers or {})
-
-    def content(self) -> dict[str, Any]:
-        """Returns the body of the answer, in the form of OpenAI's interface."""
-        kind = "invalid_request_error" if self.status < 500 else "server_error"
-        kind = "rate_limit_error" if self.status == 429 else kind
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+_ONCE = (b"host", b"content-length", b"transfer-encoding", b"authorization", b"content-type")
+"""Headers that a request may have once; two of them are read differently by different servers."""
+_KEYS = (b"authorization", b"x-api-key")
+_BEFORE = ("model", "instructions", "system", "tools")
+"""Fields of a body that stand before its prompt in what the model reads, or keep prefixes of others away."""
+_PROMPTS = ("messages", "prompt", "input", "query", "content")
+THREAD_BYTES = 256 * 1024
+"""Bytes of a body from which it is parsed off the event loop."""
+MAX_PARSED_BYTES = 8 << 20
+"""Bytes of a body up to which it is parsed for its prefix: longer ones are images, files and sound."""
+GONE_S = 10.0
+"""Seconds that a request has to end when its client has gone."""
 
 
-def check_head(scope: Mapping[str, Any], max_body_bytes: int) -> None:
-    """Checks path, method and headers of a request.
-
-    Args:
-        scope: ASGI's.
-        max_body_bytes: that a body may have.
+def check_head(scope: Scope, limits: ConnectionLimits) -> None:
+    """Checks the target and headers of a request.
 
     Raises:
-        RequestError: 404, 405, 413, 415, or 400 for a length that is none.
+        ApiError: 400, 413, 414 or 431.
     """
+    headers: list[tuple[bytes, bytes]] = list(scope["headers"])
+    target = scope.get("raw_path") or scope["path"].encode()
+    url_bytes = len(target) + (1 + len(scope["query_string"]) if scope.get("query_string") else 0)
+    if url_bytes > limits.max_url_bytes:
+        raise ApiError(414, f"expected a URL of at most {limits.max_url_bytes} bytes, got more")
+    if len(headers) > limits.max_headers:
+        raise ApiError(431, f"expected at most {limits.max_headers} headers, got more")
+    if url_bytes + sum(len(name) + len(value) + 4 for name, value in headers) > limits.max_header_bytes:
+        raise ApiError(431, f"expected headers of at most {limits.max_header_bytes} bytes, got more")
+    given = collections.Counter(name.lower() for name, _ in headers)
+    for name in _ONCE:
+        if given[name] > 1:
+            raise ApiError(400, f"expected one header {name.decode()}, got {given[name]}")
+    if given[b"content-length"] and given[b"transfer-encoding"]:
+        raise ApiError(400, "expected one of Content-Length and Transfer-Encoding, got both")
+    length = next((value for name, value in headers if name.lower() == b"content-length"), b"0")
+    if not length.isdigit() or len(length) > 18:
+        raise ApiError(400, "expected a Content-Length in digits, got another")
+    if int(length) > limits.max_body_bytes:
+        raise ApiError(413, f"expected a body of at most {limits.max_body_bytes} bytes, got more; shorten it")
+
+
+async def read_request(scope: Scope, receive: Receive, options: ServerOptions) -> dict[str, Any]:
+    """Returns a request as it goes to a replica: its scope, body and prefix.
+
+    Raises:
+        ApiError: As `check_head`; 408 or 413 for a body that is late or too long.
+        ClientDisconnect: The client has gone.
+    """
+    check_head(scope, options.connection)
+    body = await read_body(Request(scope, receive), options)
+    return made_request(scope, body, await prefix_of(scope["headers"], body))
+
+
+def made_request(scope: Mapping[str, Any], body: bytes, prefix: str | None = None) -> dict[str, Any]:
+    """Returns a request for a replica, below the application's own route."""
     path, root = scope["path"], scope.get("root_path", "").rstrip("/")
     if root and f"{path}/".startswith(f"{root}/"):
-        path = path[len(root) :]
-    if path.strip("/"):
-        raise BadHttpRequest(404, f"expected the path {root or '/'}, got {scope['path'][:200]!r}", "unknown_url")
-    if scope["method"] != "POST":
-        raise BadHttpRequest(
-            405, f"expected POST, got {scope['method'][:20]!r}", "method_not_allowed", headers={"Allow": "POST"}
-        )
-    headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
-    kind, _, parameters = headers.get("content-type", "none").partition(";")
-    charset = parameters.partition("charset=")[2].strip(' "').lower()
-    if kind.strip().lower() != "application/json" or charset not in ("", "utf-8", "utf8"):
-        raise BadHttpRequest(
-            415,
-            f"expected the header Content-Type: application/json, got {headers.get('content-type', 'none')[:100]!r}",
-            "unsupported_media_type",
-        )
-    if (coding := headers.get("content-encoding", "identity").lower()) != "identity":
-        raise BadHttpRequest(
-            415, f"expected a body as it is, got Content-Encoding: {coding[:40]}", "unsupported_media_type"
-        )
-    length = headers.get("content-length")
-    if length is not None and not (length.isascii() and length.isdigit()):
-        raise BadHttpRequest(400, f"expected a Content-Length in digits, got {length[:40]!r}", "invalid_header")
-    if length is not None and (len(length) > 18 or int(length) > max_body_bytes):
-        raise _too_large(max_body_bytes)
+        path = path[len(root) :] or "/"
+    kept = {name: scope[name] for name in ("type", "http_version", "method", "query_string") if name in scope}
+    headers = [(bytes(name), bytes(value)) for name, value in scope["headers"]]
+    kept |= {"path": path, "raw_path": path.encode(), "root_path": "", "headers": headers}
+    kept |= {"scheme": scope.get("scheme", "http"), "client": scope.get("client"), "server": scope.get("server")}
+    return {"scope": kept, "body": body, "prefix": prefix}
 
 
-async def read_body(parts: AsyncIterator[bytes], max_body_bytes: int, timeout_s: float = BODY_TIMEOUT_S) -> bytes:
-    """Returns the body of a request, however it was cut.
-
-    Raises:
-        RequestError: 413 as soon as it is too long, 408 where it has not come within `timeout_s`.
-    """
-    body = bytearray()
-    try:
-        async with asyncio.timeout(timeout_s):
-            async for part in parts:
-                body += part
-                if len(body) > max_body_bytes:
-                    raise _too_large(max_body_bytes)
-    except TimeoutError as error:
-        raise BadHttpRequest(408, f"expected the body within {timeout_s:g} s; send it at once", "timeout") from error
-    return bytes(body)
+async def prefix_of(headers: Sequence[tuple[bytes, bytes]], body: bytes) -> str | None:
+    """Returns the text by which requests share prefixes; None if there is none."""
+    if not body or len(body) > MAX_PARSED_BYTES:
+        return None
+    if len(body) > THREAD_BYTES:
+        return await asyncio.to_thread(prefix_text, headers, body)
+    return prefix_text(headers, body)
 
 
-def parse_request(body: bytes, max_body_bytes: int) -> dict[str, Any]:
-    """Returns the request in a body, checked as far as this is possible without the model.
+def prefix_text(headers: Sequence[tuple[bytes, bytes]], body: bytes) -> str | None:
+    """Returns key, model, tools and prompt of a body as one text; None of what has no prompt.
 
-    Raises:
-        RequestError: 400 for what is no JSON object of known fields with values that can be honoured.
+    Caches of two API keys share nothing, so that a digest of the key comes first.
     """
     try:
-        request = parse_json(body, max_bytes=max_body_bytes)
-        if not isinstance(request, dict):
-            raise InvalidArgumentError(f"expected a JSON object, got {_json_kind(request)}")
-        _check_fields(own_fields(request))
-        _check_values(request)
-        params_of(request)
-    except BadHttpRequest:
-        raise
-    except (TorchaxServeError, TypeError, ValueError, OverflowError) as error:
-        raise bad_request(error) from error
-    return request
+        content = json.loads(body)
+    except (ValueError, RecursionError):
+        return None  # a replica says what is wrong
+    if not isinstance(content, dict):
+        return None
+    prompt = next((content[name] for name in _PROMPTS if content.get(name) is not None), None)
+    if prompt is None:
+        return None
+    keys = [hashlib.sha256(value).hexdigest()[:16] for name, value in headers if name.lower() in _KEYS]
+    parts = [*keys, *(content[name] for name in _BEFORE if content.get(name) is not None), prompt]
+    return "\n".join(part if isinstance(part, str) else json.dumps(part, ensure_ascii=False) for part in parts)
 
 
-def params_of(request: Mapping[str, Any]) -> SamplingParams:
-    """Returns the sampling parameters of a request.
+async def messages_of(app: Callable[..., Any], request: Mapping[str, Any]) -> AsyncIterator[Message]:
+    """Yields the ASGI messages by which an application answers a request.
 
-    Raises:
-        InvalidArgumentError: A field is unknown, not exactly one of ``prompt`` and ``messages`` is given, or a value
-            cannot be honoured.
+    Closed before the end, it tells the application that the client has gone, and waits for it.
     """
-    own = own_fields(request)
-    _check_fields(own)
-    options = {name: value for name, value in own.items() if name not in ("prompt", "messages", *CHAT)}
-    return SamplingParams(**{name: _as_option(name, value) for name, value in options.items()})
+    messages: asyncio.Queue[Message | None] = asyncio.Queue()
+    has_gone, is_read = asyncio.Event(), False
 
+    async def receive() -> Message:
+        nonlocal is_read
+        if not is_read:
+            is_read = True
+            return {"type": "http.request", "body": request["body"], "more_body": False}
+        await has_gone.wait()
+        return {"type": "http.disconnect"}
 
-def bad_request(error: Exception) -> BadHttpRequest:
-    """Returns the answer to an error caused by the request, with status 400."""
-    message = " ".join(str(error).split())[:2000]
-    name = message.partition(":")[0]
-    return BadHttpRequest(400, message, param=_known(name))
+    async def send(message: Message) -> None:
+        await messages.put(dict(message))
 
-
-def answer_to(error: TorchaxServeError) -> BadHttpRequest:
-    """Returns the answer to an error of a replica: its cause, and whether a retry may help."""
-    message = " ".join(str(error).split())[:2000]
-    if isinstance(error, QueueFullError):
-        return BadHttpRequest(429, message, "rate_limit_exceeded", headers={"Retry-After": "1"})
-    if isinstance(error, BLAMES_REQUEST):
-        return bad_request(error)
-    return BadHttpRequest(503, message, "unavailable")
-
-
-async def within(pieces: AsyncIterator[str], timeout_s: float) -> AsyncIterator[str]:
-    """Yields pieces of an answer; none may take longer than `timeout_s`.
-
-    Raises:
-        RequestError: 504, where one does.
-    """
-    while True:
+    async def run() -> None:
         try:
-            async with asyncio.timeout(timeout_s):
-                piece = await anext(pieces)
-        except StopAsyncIteration:
-            return
-        except TimeoutError as error:
-            with contextlib.suppress(Exception):
-                await pieces.aclose()  # type: ignore[attr-defined]  # ends the request at the replica
-            raise BadHttpRequest(
-                504, f"expected a piece of the answer within {timeout_s:g} s, got none", "timeout"
-            ) from error
-        yield piece
+            await app(dict(request["scope"]), receive, send)
+        finally:
+            messages.put_nowait(None)
+
+    task = asyncio.create_task(run())
+    try:
+        while (message := await messages.get()) is not None:
+            yield message
+        await task
+    finally:
+        has_gone.set()
+        if not task.done():
+            await asyncio.wait({task}, timeout=GONE_S)
+        if not task.done():
+            task.cancel()
 
 
-def _too_large(max_body_bytes: int) -> BadHttpRequest:
-    return BadHttpRequest(
-        413,
-        f"expected a body of at most {max_body_bytes} bytes, got more; shorten the prompt",
-        "request_too_large",
-        headers={"Connection": "close"},
-    )
+def error_messages(error: ApiError, body: bytes, request_id: str) -> list[Message]:
+    """Returns the ASGI messages of an answer with an error."""
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    headers += [(name.lower().encode(), value.encode()) for name, value in error.headers.items()]
+    headers.append((b"x-request-id", request_id.encode()))
+    start = {"type": "http.response.start", "status": error.status, "headers": headers}
+    return [start, {"type": "http.response.body", "body": body, "more_body": False}]
 
 
-def _as_option(name: str, value: Any) -> Any:
-    """Converts a field of JSON for `SamplingParams`.
-
-    Token ids as keys of objects are text in JSON.
-    """
-    if name == "do_sample" and not (value is None or isinstance(value, bool)):
-        raise InvalidArgumentError(f"do_sample: expected true or false, got {_json_kind(value)}")
-    if name == "logit_bias" and isinstance(value, dict):
-        return {int(key) if key.isascii() and key.isdigit() else key: bias for key, bias in value.items()}
-    return tuple(value) if isinstance(value, list) else value
+def json_messages(content: Any) -> list[Message]:
+    """Returns the ASGI messages of an answer that is JSON."""
+    body = json.dumps(content).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    start = {"type": "http.response.start", "status": 200, "headers": headers}
+    return [start, {"type": "http.response.body", "body": body, "more_body": False}]
 
 
-def _check_fields(request: Mapping[str, Any]) -> None:
-    if unknown := sorted(set(request) - KNOWN - set(CHAT)):
-        names = ", ".join(name[:60] for name in unknown[:5])
-        renamed = ", ".join(f"{SAMPLING[name]} for {name}" for name in unknown if SAMPLING.get(name) in KNOWN)
-        remedy = f"write {renamed}" if renamed else "leave them out"
-        raise InvalidArgumentError(f"expected fields out of {', '.join(sorted(KNOWN))}, got {names}; {remedy}")
-    if ("prompt" in request) == ("messages" in request):
-        raise InvalidArgumentError("expected one of prompt and messages, got both or neither; leave one out")
+class _Joined(Collector):
+    """Metrics of several replicas, each sample with a label of its replica."""
+
+    def __init__(self, texts: Mapping[str, str]) -> None:
+        self._texts = texts
+
+    def collect(self) -> list[Any]:
+        """Returns each metric once, with the samples of all replicas."""
+        found: dict[str, Any] = {}
+        for replica, text in self._texts.items():
+            for family in text_string_to_metric_families(text):
+                joined = found.setdefault(family.name, family)
+                samples = [each._replace(labels={**each.labels, "replica": replica}) for each in family.samples]
+                joined.samples = samples if joined is family else [*joined.samples, *samples]
+        return list(found.values())
 
 
-def _check_values(request: dict[str, Any]) -> None:
-    """Checks prompt and messages, and every number and text in the request."""
-    prompt, messages = request.get("prompt", ""), request.get("messages", [{}])
-    is_ids = isinstance(prompt, list) and bool(prompt) and all(type(token) is int for token in prompt)
-    if not isinstance(prompt, str) and not is_ids:
-        raise InvalidArgumentError(f"prompt: expected a text or token ids, got {_json_kind(prompt)}")
-    if not isinstance(messages, list) or not messages or not all(isinstance(each, dict) for each in messages):
-        raise InvalidArgumentError("messages: expected a non-empty array of objects; such as {role, content}")
-    for name, value in request.items():
-        for each in _scalars(value):
-            if isinstance(each, str):
-                try:
-                    each.encode()
-                except UnicodeEncodeError as error:
-                    raise BadHttpRequest(
-                        400, f"{name[:60]!r}: expected text, got half of a surrogate pair", param=_known(name)
-                    ) from error
-            elif isinstance(each, int) and abs(each) > MAX_INTEGER:
-                raise BadHttpRequest(
-                    400, f"{name[:60]}: expected whole numbers of at most 64 bits, got a larger one", param=_known(name)
-                )
-
-
-def _known(name: str) -> str | None:
-    return name if name in KNOWN or name in openai_fields.KNOWN else None
-
-
-def _scalars(value: Any) -> Iterator[Any]:
-    waiting = [value]
-    while waiting:
-        each = waiting.pop()
-        if isinstance(each, dict):
-            waiting += [*each, *each.values()]
-        elif isinstance(each, list):
-            waiting += each
-        else:
-            yield each
-
-
-def _json_kind(value: Any) -> str:
-    names = {dict: "an object", list: "an array", str: "a text", bool: "true or false", type(None): "null"}
-    return names.get(type(value), "a number")
+def joined_metrics(texts: Mapping[str, str]) -> bytes:
+    """Returns the metrics of replicas by their name in Prometheus' text format."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Joined(texts))
+    return generate_latest(registry)

@@ -1,25 +1,29 @@
-"""Records which replica has computed which prefix; plain Python, without Ray."""
+"""Records which replica has computed which prefix, and which replicas there are.
+
+Plain Python, without Ray.
+"""
 
 from __future__ import annotations
 
 import collections
 import hashlib
-import json
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 BLOCK_CHARS = 128
 MAX_BLOCKS = 64
 """Largest number of blocks of a prefix; longer prefixes hardly distinguish replicas further."""
 MOST_KNOWN = 1 << 16
+_replicas: dict[str, list[str]] = {}  # by deployment, as Ray tells the router of this process
 
 
-def prefix_key(request: Mapping[str, Any]) -> str:
-    """Returns the text by which requests share prefixes: equal messages have equal beginnings."""
-    prompt = request.get("prompt")
-    if isinstance(prompt, str):
-        return prompt
-    return json.dumps(request.get("messages") if prompt is None else prompt, ensure_ascii=False)
+def note_replicas(deployment: str, replicas: Iterable[str]) -> None:
+    """Records the ids of a deployment's replicas."""
+    _replicas[deployment] = list(replicas)
+
+
+def known_replicas(deployment: str) -> list[str]:
+    """Returns the ids of a deployment's replicas, as they were noted last in this process."""
+    return list(_replicas.get(deployment, ()))
 
 
 class PrefixAffinity:
