@@ -7,6 +7,7 @@ import re
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.exposition import generate_latest
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from model_adapters.errors import InvalidArgumentError, UnsupportedArgumentError
@@ -21,6 +22,7 @@ from torchax_serve.distributed.ray.http_requests import (
     read_request,
 )
 from torchax_serve.distributed.ray.options import DeployOptions
+from torchax_serve.server.app import _of_router
 from torchax_serve.server.errors import ApiError
 from torchax_serve.server.options import ConnectionLimits, ServerOptions
 
@@ -130,6 +132,12 @@ def test_an_application_answers_message_by_message_and_ends_with_its_client():
             await anext(messages_of(fails, made_request(scope("/"), b"")))
 
     asyncio.run(use())
+
+
+def test_the_methods_of_a_url_have_one_order():
+    for given in ("HEAD, GET", "GET, HEAD"):  # of a set
+        error = _of_router(HTTPException(405, headers={"Allow": given}), "/v1/models")
+        assert error.headers["Allow"] == "GET, HEAD" and "the method GET, HEAD, got" in error.message
 
 
 def test_metrics_of_replicas_are_one_text():

@@ -343,6 +343,8 @@ def request_id_of(scope: Scope) -> str:
 
 def _of_router(error: HTTPException, path: str) -> ApiError:
     headers = dict(error.headers or {})
+    if "Allow" in headers:  # of a set, whose order differs from process to process
+        headers["Allow"] = ", ".join(sorted(headers["Allow"].split(", ")))
     if error.status_code == 404 and path in UNSUPPORTED:
         what, remedy = UNSUPPORTED[path]
         return ApiError(404, f"{path}: {what} is not supported; {remedy}", code="unknown_url")
