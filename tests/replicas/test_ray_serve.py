@@ -196,6 +196,7 @@ def test_routes_limits_and_errors_are_those_of_a_server_without_ray(handle, one,
     expected, got = answers
     assert got.status_code == expected.status_code
     assert without_ids(got.text) == without_ids(expected.text)
+    assert len(got.headers.get_list("x-request-id")) == len(expected.headers.get_list("x-request-id")) == 1
     for name in ("content-type", "allow", "retry-after", "www-authenticate"):
         assert got.headers.get(name) == expected.headers.get(name)
 

@@ -159,7 +159,7 @@ class Ingress:
             async with contextlib.aclosing(messages):
                 async for message in messages:
                     has_begun = True
-                    await send(message)
+                    await send(_without_id(message))
         except Exception as error:
             if has_begun:
                 raise  # the connection breaks off, which the client sees
@@ -225,7 +225,14 @@ class _Relayed(Response):
 
 async def _send_error(error: ApiError, body: bytes, scope: Scope, send: Send) -> None:
     for message in error_messages(error, body, request_id_of(scope)):
-        await send(message)
+        await send(_without_id(message))
+
+
+def _without_id(message: Message) -> Message:
+    """Returns a message without the request's id, which Ray's proxy adds: it has given it."""
+    if message["type"] != "http.response.start":
+        return message
+    return {**message, "headers": [each for each in message["headers"] if each[0].lower() != b"x-request-id"]}
 
 
 def _refused(error: Exception) -> ApiError:
