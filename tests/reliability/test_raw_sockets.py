@@ -104,6 +104,22 @@ def test_requests_beyond_the_limits_see_their_refusal(guarded, name, request_byt
     assert is_well(guarded)
 
 
+@pytest.mark.parametrize(
+    ("path", "keys"),
+    [("/v1/messages", {"type", "error", "request_id"}), ("/api/chat", {"error"}), ("/v1/completions", {"error"})],
+)
+def test_refusals_have_the_form_of_the_interface_that_was_asked(guarded, path, keys):
+    head = b"POST %s?beta=true HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 100001\r\n\r\n" % path.encode()
+    answer = exchange(guarded, head)
+    assert status_of(answer) == 413
+    body = json.loads(answer.partition(b"\r\n\r\n")[2])
+    assert set(body) == keys
+    if path == "/v1/messages":
+        assert body["error"]["type"] == "request_too_large" and body["request_id"].encode() in answer.partition(b"{")[0]
+    else:
+        assert isinstance(body["error"], str) == (path == "/api/chat")
+
+
 def test_a_body_at_the_limit_is_read_and_one_byte_more_is_not(guarded):
     for size, status in ((100_000, 400), (100_001, 413)):  # spaces are no JSON
         for coding in ("length", "chunks"):

@@ -38,10 +38,10 @@ from torchax_serve.server.batch import routes as batches
 from torchax_serve.server.chat import chat_completions
 from torchax_serve.server.completions import completions
 from torchax_serve.server.context import ServerContext, Stage
+from torchax_serve.server.error_forms import error_body
 from torchax_serve.server.errors import ApiError, where_of
 from torchax_serve.server.infill import infill
 from torchax_serve.server.ollama import downloads as ollama_downloads
-from torchax_serve.server.ollama import errors as ollama_errors
 from torchax_serve.server.ollama import routes as ollama
 from torchax_serve.server.options import LOOPBACK
 from torchax_serve.server.responses import stored_routes
@@ -322,15 +322,6 @@ class _Exchange:
                 "key": state["key_name"],
             }
             access_logger.info("%s", json.dumps(line))
-
-
-def error_body(error: ApiError, path: str, request_id: str) -> bytes:
-    """Returns the body of an error in the form of the interface that was asked."""
-    if anthropic_errors.is_for(path):
-        return json.dumps(anthropic_errors.error_content(error, request_id)).encode()
-    if ollama_errors.is_for(path):
-        return json.dumps(ollama_errors.error_content(error)).encode()
-    return error.body()
 
 
 def request_id_of(scope: Scope) -> str:

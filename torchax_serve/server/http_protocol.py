@@ -1,8 +1,8 @@
 """uvicorn's HTTP protocol behind limits, and against ambiguous requests.
 
 uvicorn itself takes headers of any number and size and waits for them without end. Every refusal here is an answer in
-the form of OpenAI's errors; what the client still sends is then read and dropped up to a bound, so that it sees the
-answer in place of a reset connection.
+the form of the interface that was asked; what the client still sends is then read and dropped up to a bound, so that
+it sees the answer in place of a reset connection.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
 
+from torchax_serve.server.error_forms import error_body
 from torchax_serve.server.errors import ApiError
 from torchax_serve.server.options import ConnectionLimits
 
@@ -234,9 +235,11 @@ class GuardedProtocol(HttpToolsProtocol):
             self.transport.abort()
             return
         error = ApiError(status, message)
-        body = error.body()
+        request_id = f"req-{uuid.uuid4().hex}"
+        path = getattr(self, "url", b"").partition(b"?")[0].decode("latin-1")
+        body = error_body(error, path, request_id)
         lines = [b"content-type: application/json", b"content-length: %d" % len(body), b"connection: close"]
-        lines += [b"x-request-id: req-" + uuid.uuid4().hex.encode()]
+        lines += [b"x-request-id: " + request_id.encode()]
         lines += [f"{name.lower()}: {value}".encode() for name, value in error.headers.items()]
         self.transport.write(STATUS_LINE[status] + b"\r\n".join([*lines, b"", body]))
         if self.transport.can_write_eof():

@@ -37,8 +37,9 @@ from torchax_serve.distributed.ray.http_requests import (
 )
 from torchax_serve.distributed.ray.options import ROUTER, DeployOptions
 from torchax_serve.distributed.ray.prefix_affinity import known_replicas
-from torchax_serve.server.app import Application, error_body, request_id_of
+from torchax_serve.server.app import Application, request_id_of
 from torchax_serve.server.context import ServerContext, Stage
+from torchax_serve.server.error_forms import error_body
 from torchax_serve.server.errors import ApiError, api_error_of
 from torchax_serve.server.lifespan import dead_reason, open_model
 from torchax_serve.server.logs import log_to_stderr
