@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 import unittest.mock
@@ -25,6 +26,7 @@ from pathlib import Path
 
 import jax
 import torch
+from parity_sweep.sweep import QUICK_COMPILATION
 
 from torchax_serve import extract_jax, to_jax
 from torchax_serve.parity.result import error_line
@@ -163,6 +165,7 @@ def main():
     rows = {row["name"]: row for row in map(json.loads, lines)}
     if not options.show:
         warnings.filterwarnings("ignore")
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {QUICK_COMPILATION}"  # each program runs once
         for each in ("torchvision", "torchvision.transforms", "torchvision.ops"):
             sys.modules.setdefault(each, unittest.mock.MagicMock())
         first, step = map(int, options.part.split("/"))
