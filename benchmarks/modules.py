@@ -26,8 +26,8 @@ from pathlib import Path
 
 import jax
 import torch
-from parity_sweep.sweep import QUICK_COMPILATION
 
+from parity_sweep.sweep import QUICK_COMPILATION
 from torchax_serve import extract_jax, to_jax
 from torchax_serve.parity.result import error_line
 
