@@ -1,4 +1,4 @@
-"""`PageModel`: embeds images of pages, and queries, into vectors of each token (ColPali)."""
+"""`PageModel`: embeds images of pages, and queries, into vectors of each token (ColPali, ColQwen2)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torchax_serve.pooling.multi_vector import maxsim
 from torchax_serve.pooling.queue import QueuedTexts
 from torchax_serve.tasks.images import images_of, is_single
 
-CLASSES = ("ColPaliForRetrieval",)
+CLASSES = ("ColPaliForRetrieval", "ColQwen2ForRetrieval")
 """Classes of transformers whose forward gives `embeddings` of tokens of a page or a query."""
 
 

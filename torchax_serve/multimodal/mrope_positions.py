@@ -11,10 +11,12 @@ from typing import Any
 
 import torch
 
-from model_adapters.program.call_signature import CACHE_NAMES
+from model_adapters.program.call_signature import CACHE_NAMES, forward_of
 
 COUNTER = "compute_3d_position_ids"
 """Name of transformers' method that computes the positions if the caller of ``forward`` gives none."""
+_KINDS = "mm_token_type_ids"
+"""Argument without which a grid has no positions: a forward that lacks it, as ColQwen2's, hands on no grid either."""
 
 
 def positions_on_host(model: torch.nn.Module, given: Mapping[str, Any], cache: Any) -> torch.Tensor | None:
@@ -37,5 +39,7 @@ def positions_on_host(model: torch.nn.Module, given: Mapping[str, Any], cache: A
     counter = getattr(owner, COUNTER)
     known = {**given, **dict.fromkeys(CACHE_NAMES, cache)}  # the method has one of these names
     known["inputs_embeds"] = torch.empty(*tokens.shape[:2], 0)  # only the shape is read
-    parameters = inspect.signature(counter).parameters.values()
-    return counter(**{p.name: known.get(p.name) for p in parameters if p.kind is not p.VAR_KEYWORD})
+    parameters = inspect.signature(counter).parameters
+    if _KINDS in parameters and _KINDS not in forward_of(model)[1].parameters:
+        known = {name: value for name, value in known.items() if not name.endswith("_grid_thw")}
+    return counter(**{p.name: known.get(p.name) for p in parameters.values() if p.kind is not p.VAR_KEYWORD})
