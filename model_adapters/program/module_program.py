@@ -52,6 +52,17 @@ class ModuleCall:
         return args, kwargs
 
 
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Constant:
+    """A part of a result that is no tensor, such as a number or text: the same in each call of a program."""
+
+    value: Any
+
+    def __hash__(self) -> int:
+        return hash((type(self.value), repr(self.value)))
+
+
 def _constant(value: Any) -> Any:
     return value.tensor() if isinstance(value, StaticTensor) else value
 
@@ -99,7 +110,8 @@ class ModuleProgram:
             spec: The static part of the call.
 
         Returns:
-            The method's result, a pytree with arrays in place of tensors; and what processors have stored, by path.
+            The method's result, a pytree with arrays in place of tensors and `Constant` of other leaves; and what
+            processors have stored, by path.
 
         Raises:
             UnsupportedModelError: the code writes into its weights or arguments, or draws random numbers.
@@ -131,6 +143,7 @@ class ModuleProgram:
                 raise
             draws = default_env().param.prng is not key
             result, stored = jax_view(as_views((result, stored)))
+            result = jax.tree.map(lambda leaf: leaf if isinstance(leaf, jax.Array) else Constant(leaf), result)
         self._check_pure(spec.method, draws, inside, weights, state)
         return result, stored
 

@@ -155,6 +155,20 @@ def test_what_a_program_cannot_do_is_named(module, error, message):
         to_jax(module)(torch.ones(2))
 
 
+class Described(torch.nn.Module):
+    def forward(self, x, name):
+        return {"sum": x.sum(), "name": name, "rows": x.shape[0], "scale": 0.5, "is_new": True, "none": None}
+
+
+def test_results_keep_what_is_no_tensor():
+    module = to_jax(Described())
+    for rows in (2, 3, 2):
+        found = module(torch.ones(rows, 2), "a")
+        assert found.pop("sum").item() == 2 * rows
+        assert found == {"name": "a", "rows": rows, "scale": 0.5, "is_new": True, "none": None}
+        assert type(found["is_new"]) is bool and type(found["rows"]) is int
+
+
 def test_pytorchs_own_errors_stay():
     with pytest.raises(RuntimeError, match="mat1 and mat2 shapes cannot be multiplied"):
         to_jax(torch.nn.Linear(3, 2))(torch.ones(1, 4))

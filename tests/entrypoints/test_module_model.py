@@ -30,7 +30,7 @@ class Tagger(torch.nn.Module):
 
     def forward(self, x: Annotated[torch.Tensor, "batch", "time", None], scale: float = 1.0):
         mixed = self.mix(x.transpose(1, 2)).transpose(1, 2)
-        return {"tags": self.head(mixed.relu()) * scale, "mixed": mixed}
+        return {"tags": self.head(mixed.relu()) * scale, "mixed": mixed, "scale": scale}
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +54,7 @@ def test_calls_of_several_threads_get_their_own_rows_and_lengths(tagger):
         found = list(pool.map(lambda x: tagger(x, scale=2.0), inputs))
     for x, ours in zip(inputs, found, strict=True):
         theirs = eager(tagger, x, 2.0)
+        assert ours["scale"] == 2.0
         for name in ("tags", "mixed"):
             torch.testing.assert_close(ours[name], theirs[name], rtol=1e-4, atol=1e-5)
 

@@ -27,7 +27,7 @@ from model_adapters.errors import TorchaxServeError, UnsupportedArgumentError, U
 from model_adapters.jax_settings import programs_run
 from model_adapters.lowerings.missing import missing_operators
 from model_adapters.ops import spmd
-from model_adapters.program.module_program import ModuleCall, ModuleProgram
+from model_adapters.program.module_program import Constant, ModuleCall, ModuleProgram
 from model_adapters.program.module_watch import ModuleWatch, Structure
 from model_adapters.program.static_tensors import StaticTensor, can_be_static
 from sharding_rules import TensorPlacement
@@ -132,7 +132,8 @@ class ModuleRuntime:
             if not self._is_diffusers and len(self._program.kept) > self._known_kept:
                 self._check_stateless(method, args, kwargs)
             stored_tensors.append(self.module, jax.tree.map(host_tensor, stored))
-        return jax.tree.map(self._device_tensor if self.stays_on_device else host_tensor, result)
+        as_tensor = self._device_tensor if self.stays_on_device else host_tensor
+        return jax.tree.map(as_tensor, result, is_leaf=lambda leaf: isinstance(leaf, Constant))
 
     def shapes_of(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[int, ...]]:
         """Returns the shapes of the tensors of a method's result, which is traced and not run."""
@@ -368,7 +369,9 @@ def arrays_of(module: torch.nn.Module) -> dict[str, jax.Array]:
 
 
 def host_tensor(array: Any) -> Any:
-    """Returns a CPU tensor with a copy of an array; integers become int64."""
+    """Returns a CPU tensor with a copy of an array; integers become int64, and constants what they are."""
+    if isinstance(array, Constant):
+        return array.value
     if not isinstance(array, jax.Array):
         return array
     tensor = to_torch_tensor(array)
