@@ -20,7 +20,7 @@ def on_eight(tmp_path_factory):
     """Runs a function of `mesh_checks.py`; the lines it prints. All calls of a file run in one process."""
     environment = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join(map(str, [ROOT, ROOT / "tests", ROOT / "tests/engine"])),
+        "PYTHONPATH": os.pathsep.join(map(str, [ROOT, ROOT / "benchmarks", ROOT / "tests", ROOT / "tests/engine"])),
         "JAX_PLATFORMS": "cpu",
         "JAX_NUM_CPU_DEVICES": "8",
         "TRANSFORMERS_VERBOSITY": "error",
