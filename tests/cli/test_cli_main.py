@@ -11,11 +11,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from typer.testing import CliRunner
 
 from model_adapters.errors import TorchaxServeError
-from parity_sweep.models_page import shipped
 from torchax_serve.cli.main import COMMANDS, app
 from torchax_serve.cli.shared.errors import one_line, run_and_report
 from torchax_serve.parity.known_failures import CAUSES
-from torchax_serve.parity.tasks import TASKS
+from torchax_serve.parity.tasks import TASKS, shipped
 
 PROGRAM = "from torchax_serve.cli.main import main; main()"
 

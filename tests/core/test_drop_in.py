@@ -335,10 +335,11 @@ def test_learned_positions_end_where_their_table_ends():
 
 
 def test_what_to_jax_refuses():
-    with pytest.raises(InvalidArgumentError, match="expected a transformers PreTrainedModel, got Linear"):
-        to_jax(torch.nn.Linear(2, 2))
+    with pytest.raises(InvalidArgumentError, match="expected a transformers PreTrainedModel, got str"):
+        to_jax("gpt2")
+    config = tiny_model("llama").config
     with pytest.raises(InvalidArgumentError, match=r'call model.to\("cpu"\) first'), torch.device("meta"):
-        to_jax(transformers.AutoModelForCausalLM.from_config(tiny_model("llama").config))
+        to_jax(transformers.AutoModelForCausalLM.from_config(config))
     model = to_jax(tiny_model("llama"))
     model.train()
     with pytest.raises(InvalidArgumentError, match=r"call model.eval\(\)"):
