@@ -136,9 +136,10 @@ class PackedExecutor:
     def _as_taken(self, pools: tuple[Pool, ...]) -> tuple[Pool, ...]:
         """Returns the pools of a program's end as the next program takes them.
 
-        Behind a loop of steps XLA would divide pools as it sees fit.
+        Behind a loop of steps XLA would divide pools as it sees fit. On several hosts they stay as they are: processes
+        on CPUs wait for each other without end in a loop whose pools are placed.
         """
-        if (sharding := self._program.sharding) is None:
+        if (sharding := self._program.sharding) is None or jax.process_count() > 1:
             return pools
         from model_adapters.program.packed_forward import as_taken  # tracing needs torch, running does not
 
