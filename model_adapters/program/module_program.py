@@ -55,7 +55,7 @@ class ModuleCall:
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Constant:
-    """A part of a result that is no tensor, such as a number or text: the same in each call of a program."""
+    """A part of a result that is no tensor, such as a number, for all calls of a program."""
 
     value: Any
 

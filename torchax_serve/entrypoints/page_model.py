@@ -1,4 +1,4 @@
-"""`PageModel`: embeds images of pages, and queries, into vectors of each token (ColPali, ColQwen2)."""
+"""`PageModel`: vectors of each token of images of pages, and of queries (ColPali, ColQwen2)."""
 
 from __future__ import annotations
 

@@ -369,7 +369,7 @@ def arrays_of(module: torch.nn.Module) -> dict[str, jax.Array]:
 
 
 def host_tensor(array: Any) -> Any:
-    """Returns a CPU tensor with a copy of an array; integers become int64, and constants what they are."""
+    """Returns a CPU tensor with a copy of an array, int64 of integers; a constant's value."""
     if isinstance(array, Constant):
         return array.value
     if not isinstance(array, jax.Array):
