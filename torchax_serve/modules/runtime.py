@@ -57,9 +57,10 @@ _Kinds = dict[str, tuple[tuple[int, ...], Any]]
 
 
 class ModulePrograms(NamedTuple):
-    """Programs of one structure of a module: cache, methods, calls whose code reads values."""
+    """Programs of one structure of a module: cache, what is traced, methods, calls whose code reads values."""
 
     programs: ExecutableCache
+    program: ModuleProgram
     functions: dict[str, CachedFunction]
     reads_values: set[Any]
 
@@ -109,7 +110,7 @@ class ModuleRuntime:
         program = ModuleProgram(
             self.module, self._method_of_class, self._mesh, self._placements, is_diffusers=self._is_diffusers
         )
-        self._program, self._known_kept = program, 0
+        self._program, self._noted = program, set[str]()  # attributes whose tensors are known to change nothing
         self._functions = {name: CachedFunction(programs, name, _named(program.run, name)) for name in METHODS}
         self._reads_values: set[Any] = set()  # calls whose code reads values of integers and masks
 
@@ -129,7 +130,7 @@ class ModuleRuntime:
             self._follow_module()
             args, kwargs = self._numbers_as_tensors(method, args, kwargs)
             result, stored = self._run(method, args, kwargs)
-            if not self._is_diffusers and len(self._program.kept) > self._known_kept:
+            if not (self._is_diffusers or self._program.kept <= self._noted):
                 self._check_stateless(method, args, kwargs)
             stored_tensors.append(self.module, jax.tree.map(host_tensor, stored))
         as_tensor = self._device_tensor if self.stays_on_device else host_tensor
@@ -170,11 +171,12 @@ class ModuleRuntime:
         now = self.watch.structure, _kinds(self.weights)
         if before == now:  # new attention processors like those of before
             return
-        made = ModulePrograms(self.programs, self._functions, self._reads_values)
+        made = ModulePrograms(self.programs, self._program, self._functions, self._reads_values)
         self._earlier = [*self._earlier, (before, made)][-NUM_EARLIER:]
         for index, (earlier, made) in enumerate(self._earlier):
             if earlier == now:
-                self.programs, self._functions, self._reads_values = made
+                self.programs, self._program, self._functions, self._reads_values = made
+                self._noted = set()
                 del self._earlier[index]
                 return
         self._set_up(ExecutableCache())  # its code is not that of the files
@@ -293,7 +295,7 @@ class ModuleRuntime:
                 f"{name}.{method} keeps tensors in {names}, which change its next result, and a compiled program keeps "
                 "none; return them, and pass them as arguments"
             )
-        self._known_kept = len(self._program.kept)
+        self._noted |= self._program.kept
         logger.warning("%s.%s sets %s in PyTorch, and not on JAX: its result is the same", name, method, names)
 
     def _untraceable(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> Exception:
