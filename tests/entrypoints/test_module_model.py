@@ -76,6 +76,16 @@ def test_calls_can_be_awaited_and_have_deadlines(tagger):
         tagger.run([x], timeout_s=1e-9)
 
 
+def test_results_follow_a_module_that_changes():
+    with ModuleModel(torch.nn.Sequential(torch.nn.Linear(4, 3)), dims={"input": ("batch", "time", None)}) as model:
+        x = torch.randn(1, 5, 4)
+        assert model(x).shape == (1, 5, 3)
+        model.torch_model[0] = head = torch.nn.Linear(4, 5)
+        torch.testing.assert_close(model(x), head(x).detach(), rtol=1e-4, atol=1e-5)
+        head.weight, head.bias = torch.nn.Parameter(torch.ones(6, 4)), torch.nn.Parameter(torch.ones(6))
+        torch.testing.assert_close(model(x), head(x).detach(), rtol=1e-4, atol=1e-5)
+
+
 class Mean(torch.nn.Module):
     def forward(self, x):
         return x.mean(1)

@@ -70,6 +70,11 @@ class ModuleModel:
             raise TorchaxServeError("expected an open model, this one is closed; call serve() again")
         return self._module
 
+    @property
+    def _runtime(self) -> ModuleRuntime:
+        found: ModuleRuntime = vars(self.torch_model)["_jax_runtime"]
+        return found
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Returns what the module's forward returns for the same arguments; see `run`."""
         return self.run(args, kwargs)
@@ -160,10 +165,10 @@ class ModuleModel:
 
     def _shapes_of(self, call: NamedCall) -> list[tuple[int, ...]]:
         """Returns the shapes of the results of a call that is not padded."""
-        key = (call.others[0], str(call.others[1]), tuple(tuple(each.shape) for each in call.tensors))
+        sizes = tuple(tuple(each.shape) for each in call.tensors)
+        key = (self._runtime.num_changes, call.others[0], str(call.others[1]), sizes)
         if key not in self._shapes:
-            runtime: ModuleRuntime = vars(self.torch_model)["_jax_runtime"]
-            self._shapes[key] = runtime.shapes_of("forward", *call.arguments())
+            self._shapes[key] = self._runtime.shapes_of("forward", *call.arguments())
         return self._shapes[key]
 
     def _check(self, call: NamedCall, padded: NamedCall, found: Any, *, is_cut: bool = False) -> None:
@@ -173,7 +178,7 @@ class ModuleModel:
             UnsupportedModelError: they differ.
         """
         names = sorted(name for name, size in call.lens.items() if padded.lens[name] != size)
-        kind = (tuple(names), call.others[0])
+        kind = (self._runtime.num_changes, tuple(names), call.others[0])
         if not names or kind in self._checked:
             return
         cut = found if is_cut else _cut(found, self._shapes_of(call), None)

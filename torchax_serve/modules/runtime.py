@@ -81,6 +81,7 @@ class ModuleRuntime:
         stays_on_device: As above.
         weights: Arrays by name.
         programs: Cache of its programs, which counts traces.
+        num_changes: Changes of the module that calls have taken over.
     """
 
     def __init__(
@@ -101,7 +102,7 @@ class ModuleRuntime:
         self.stays_on_device = stays_on_device
         self._lock = threading.RLock()
         self._earlier: list[tuple[tuple[Structure, _Kinds], ModulePrograms]] = []
-        self.watch = ModuleWatch(module)
+        self.watch, self.num_changes = ModuleWatch(module), 0
         self._set_up(programs or ExecutableCache(mesh=mesh))
 
     def _set_up(self, programs: ExecutableCache) -> None:
@@ -163,6 +164,7 @@ class ModuleRuntime:
         before = self.watch.structure, _kinds(self.weights)
         self.weights = weights_of(self.module, self.weights, change)
         self.watch.take()
+        self.num_changes += 1
         if change.is_structural:
             self._change_structure(before)
 
