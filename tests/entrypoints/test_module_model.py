@@ -86,6 +86,21 @@ def test_results_follow_a_module_that_changes():
         torch.testing.assert_close(model(x), head(x).detach(), rtol=1e-4, atol=1e-5)
 
 
+class First(torch.nn.Module):
+    """Reads a value: how many columns are kept."""
+
+    def forward(self, x, number):
+        return x[:, : int(number[0])] * 2
+
+
+@pytest.mark.parametrize("dims", [{}, {"x": ("batch", None)}, {"x": ("time", None)}])
+def test_code_that_reads_integers_is_served(dims):
+    with ModuleModel(First(), dims=dims) as model:
+        for number in (2, 3):
+            x = torch.randn(3, 5)
+            assert torch.equal(model(x, torch.tensor([number])), x[:, :number] * 2)
+
+
 class Mean(torch.nn.Module):
     def forward(self, x):
         return x.mean(1)

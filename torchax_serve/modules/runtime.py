@@ -57,7 +57,7 @@ _Kinds = dict[str, tuple[tuple[int, ...], Any]]
 
 
 class ModulePrograms(NamedTuple):
-    """Programs of one structure of a module: cache, what is traced, methods, calls whose code reads values."""
+    """Programs of one structure of a module, and which calls have code that reads values."""
 
     programs: ExecutableCache
     program: ModuleProgram
@@ -103,6 +103,7 @@ class ModuleRuntime:
         self._lock = threading.RLock()
         self._earlier: list[tuple[tuple[Structure, _Kinds], ModulePrograms]] = []
         self.watch, self.num_changes = ModuleWatch(module), 0
+        self._shapes: dict[Any, list[tuple[int, ...]]] = {}  # of results, by calls
         self._set_up(programs or ExecutableCache(mesh=mesh))
 
     def _set_up(self, programs: ExecutableCache) -> None:
@@ -130,7 +131,7 @@ class ModuleRuntime:
         with self._lock, programs_run():
             self._follow_module()
             args, kwargs = self._numbers_as_tensors(method, args, kwargs)
-            result, stored = self._run(method, args, kwargs)
+            result, stored = self._run(self._functions[method], method, args, kwargs)
             if not (self._is_diffusers or self._program.kept <= self._noted):
                 self._check_stateless(method, args, kwargs)
             stored_tensors.append(self.module, jax.tree.map(host_tensor, stored))
@@ -139,10 +140,17 @@ class ModuleRuntime:
 
     def shapes_of(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[int, ...]]:
         """Returns the shapes of the tensors of a method's result, which is traced and not run."""
+
+        def traced(weights: Any, arrays: list[jax.Array], *, spec: ModuleCall) -> Any:
+            key = (spec, tuple((array.shape, array.dtype) for array in arrays))
+            if key not in self._shapes:
+                found, _ = jax.eval_shape(functools.partial(self._program.run, spec=spec), weights, arrays)
+                self._shapes[key] = [tuple(leaf.shape) for leaf in jax.tree.leaves(found)]
+            return self._shapes[key], {}
+
         with self._lock:
-            spec, arrays = self._split(method, args, kwargs, reads_values=False)
-            result, _ = jax.eval_shape(functools.partial(self._program.run, spec=spec), self.weights, arrays)
-        return [tuple(leaf.shape) for leaf in jax.tree.leaves(result) if isinstance(leaf, jax.ShapeDtypeStruct)]
+            shapes, _ = self._run(traced, method, args, kwargs)
+        return list(shapes)
 
     def _device_tensor(self, array: Any) -> Any:
         """Returns a float array as a `DeviceTensor` on one device; others on the host."""
@@ -165,6 +173,7 @@ class ModuleRuntime:
         self.weights = weights_of(self.module, self.weights, change)
         self.watch.take()
         self.num_changes += 1
+        self._shapes.clear()
         if change.is_structural:
             self._change_structure(before)
 
@@ -196,9 +205,17 @@ class ModuleRuntime:
         named = [taken(names[i] if i < len(names) else "", value) for i, value in enumerate(args)]
         return tuple(named), {name: taken(name, value) for name, value in kwargs.items()}
 
-    def _run(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, list[Any]]]:
-        """Returns the result of a method, and what its attention processors have stored."""
-        function = self._functions[method]
+    def _run(
+        self, function: Callable[..., Any], method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, dict[str, list[Any]]]:
+        """Returns the result of a method, and what its attention processors have stored.
+
+        Args:
+            function: Runs or traces it: ``function(weights, arrays, spec=...)``.
+            method: Name of the method.
+            args: Its positional arguments.
+            kwargs: Its keyword arguments.
+        """
         spec, arrays = self._split(method, args, kwargs, reads_values=False)
         arrays = self._placed(arrays)
         kind = (spec, tuple((array.shape, str(array.dtype)) for array in arrays))
