@@ -158,15 +158,19 @@ class Product {
     }
     sums_of_thread.resize(kChunkRows * num_groups * kLanes);
     const Sums sums{sums_of_thread.data(), num_groups * kLanes};
-    for (int64_t d = 0; d < std::max<int64_t>(k_, 1); d += kBlockWords * kPerWord) {
-      const bool is_last = d + kBlockWords * kPerWord >= k_;
-      for (int64_t g = 0; g < num_groups;) {
-        const bool fetches = g == 0;  // later groups find the weights in the cache
-        const T* then = !fetches ? nullptr : is_last ? after : weight_ + begin * k_ + d + kBlockWords * kPerWord;
-        const int64_t left = num_groups - g;
-        if (kMaxGroups == 4 && left >= 4) tiles<kMaxGroups>(begin, end, d, g, sums, fetches, then), g += kMaxGroups;
-        else if (left >= 2) tiles<2>(begin, end, d, g, sums, fetches, then), g += 2;
-        else tiles<1>(begin, end, d, g, sums, fetches, then), g += 1;
+    if (kCopies && num_groups > kMaxGroups) {
+      panels(begin, end, after, num_groups, sums);
+    } else {
+      for (int64_t d = 0; d < std::max<int64_t>(k_, 1); d += kBlockWords * kPerWord) {
+        const bool is_last = d + kBlockWords * kPerWord >= k_;
+        for (int64_t g = 0; g < num_groups;) {
+          const bool fetches = g == 0;  // later groups find the weights in the cache
+          const T* then = !fetches ? nullptr : is_last ? after : weight_ + begin * k_ + d + kBlockWords * kPerWord;
+          const int64_t left = num_groups - g;
+          if (kMaxGroups == 4 && left >= 4) tiles<kMaxGroups>(begin, end, d, g, sums, fetches, then), g += kMaxGroups;
+          else if (left >= 2) tiles<2>(begin, end, d, g, sums, fetches, then), g += 2;
+          else tiles<1>(begin, end, d, g, sums, fetches, then), g += 1;
+        }
       }
     }
     for (int64_t g = 0; g < num_groups; g++)
@@ -230,6 +234,48 @@ class Product {
       tile<kRows, G>(i, d, columns, g, sums, i - begin, next);
     }
     for (; i < end; i++) tile<1, G>(i, d, columns, g, sums, i - begin, nullptr);
+  }
+
+  // All groups of x, by columns that are copied once for all of them: a copy takes an eighth of the time of one tile's
+  // products. A group's columns stay in the first-level cache while the chunk's tiles pass. The sums take the same steps.
+  void panels(int64_t begin, int64_t end, const T* after, int64_t num_groups, const Sums& sums) const {
+    static thread_local std::vector<float> panel_of_thread;
+    panel_of_thread.resize(kChunkRows * kCopyStride);
+    float* panel = panel_of_thread.data();
+    for (int64_t d = 0; d < std::max<int64_t>(k_, 1); d += kCopyColumns) {
+      const int64_t columns = std::min(kCopyColumns, k_ - d);
+      for (int64_t i = begin; i < end; i++) copy_row(weight_ + i * k_ + d, columns, panel + (i - begin) * kCopyStride);
+      const T* next = d + kCopyColumns < k_ ? weight_ + begin * k_ + d + kCopyColumns : after;
+      for (int64_t g = 0; g < num_groups;) {
+        const int64_t left = num_groups - g;
+        const T* then = g == 0 ? next : nullptr;
+        if (kMaxGroups == 4 && left >= 4) panel_tiles<kMaxGroups>(panel, end - begin, d, columns, g, sums, then), g += kMaxGroups;
+        else if (left >= 2) panel_tiles<2>(panel, end - begin, d, columns, g, sums, then), g += 2;
+        else panel_tiles<1>(panel, end - begin, d, columns, g, sums, then), g += 1;
+      }
+    }
+  }
+
+  // The tiles of a copied panel of `count` weight rows with G groups of x; the rows at `then` are read after it.
+  template <int G>
+  void panel_tiles(const float* panel, int64_t count, int64_t d, int64_t columns, int64_t g, const Sums& sums, const T* then) const {
+    constexpr int kRows = tile_rows(G);
+    int64_t i = 0;
+    for (; i + kRows <= count; i += kRows) panel_tile<kRows, G>(panel, d, columns, g, sums, i, then);
+    for (; i < count; i++) panel_tile<1, G>(panel, d, columns, g, sums, i, then);
+  }
+
+  template <int R, int G>
+  void panel_tile(const float* panel, int64_t d, int64_t columns, int64_t g, const Sums& sums, int64_t row, const T* then) const {
+    Vec sum[R][G];
+    const float* x[G];
+    for (int h = 0; h < G; h++) x[h] = x_ + ((g + h) * num_words_ + d / kPerWord) * kLanes;
+    for (int i = 0; i < R; i++)
+      for (int h = 0; h < G; h++) sum[i][h] = d == 0 ? Vec{} : load(sums.at(row + i, g + h));
+    const T* next = then != nullptr && then + (row + R) * k_ <= weight_ + n_ * k_ ? then + row * k_ : nullptr;
+    add<R, G>((const char*)(panel + row * kCopyStride), kCopyStride * int64_t(sizeof(float)), columns, x, next, sum);
+    for (int i = 0; i < R; i++)
+      for (int h = 0; h < G; h++) store(sums.at(row + i, g + h), sum[i][h]);
   }
 
   // Adds the products of R weight rows from `begin` on; the first columns set the sums.
