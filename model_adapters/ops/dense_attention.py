@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from functools import partial
 from typing import Any
@@ -12,7 +13,9 @@ import jax.numpy as jnp
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.ops import registry, spmd
 from model_adapters.ops.attention_args import AttentionArgs, unsupported_field
-from model_adapters.ops.linear import batched_sums
+from model_adapters.ops.cpu import attention as kernels
+from model_adapters.ops.cpu.ffi import DTYPES, differentiated_as, unsupported_reason
+from model_adapters.ops.linear import MAX_KERNEL_ROWS, batched_sums
 
 OP = "dense_attention"
 MAX_BLOCK = 256  # queries at a time; measured best on CPU among 128, 256 and all, from 512 queries on
@@ -236,6 +239,56 @@ def blocked(
     bounds = [i * num_blocks // num_parts for i in range(num_parts + 1)]
     parts = [part(first, last) for first, last in itertools.pairwise(bounds)]
     return jnp.concatenate(parts, axis=2)[:, :, :num_queries]
+
+
+def _kernel_unsupported_reason(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    mask: jax.Array | None,
+    args: AttentionArgs,
+    *,
+    causal: bool,
+    return_weights: bool,
+) -> str | None:
+    num_queries, num_keys = q.shape[2], k.shape[2]
+    if return_weights:
+        return "the weights are asked for, which needs all scores"
+    if num_queries <= MAX_KERNEL_ROWS or not (q.size and k.size and v.size):
+        return f"{num_queries} queries are few rows of products, which have a kernel"
+    if causal and num_queries != num_keys:
+        return f"{num_queries} queries and {num_keys} keys, of which each sees those up to its own"
+    if k.dtype != v.dtype or k.dtype not in DTYPES:
+        return f"keys are {k.dtype} and values {v.dtype}"
+    return unsupported_reason(q)
+
+
+@registry.register(OP, "cpu-ffi", ("cpu",), unsupported_reason=_kernel_unsupported_reason)
+def in_caches(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    mask: jax.Array | None,
+    args: AttentionArgs,
+    *,
+    causal: bool,
+    return_weights: bool,
+) -> jax.Array:
+    """Computes with the C++ kernel; what is differentiated is computed by XLA's products."""
+
+    def kernel(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None, sinks: jax.Array | None) -> jax.Array:
+        return kernels.dense_attention(q, k, v, mask, dataclasses.replace(args, sinks=sinks), causal=causal)
+
+    def products(
+        q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None, sinks: jax.Array | None
+    ) -> jax.Array:
+        given = (q, k, v, mask, dataclasses.replace(args, sinks=sinks))
+        is_one_block = _blocked_unsupported_reason(*given, causal=causal, return_weights=False) is not None
+        out = (reference if is_one_block else blocked)(*given, causal=causal, return_weights=False)
+        assert isinstance(out, jax.Array)
+        return out
+
+    return differentiated_as(kernel, products)(q, k, v, mask, args.sinks)
 
 
 spmd.shard_by_heads(OP, ("q", "k", "v", "mask"), divides_rows=True)

@@ -1,5 +1,6 @@
-"""Dense attention against torch's own, whole and in blocks."""
+"""Dense attention against torch's own: whole, in blocks, and in the kernel."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -33,28 +34,78 @@ def torch_attention(q, k, v, dtype, **options):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    ("shape", "blocks"),
+    ("shape", "implementation"),
     [
-        ((2, 2, 2, 5, 9, 16, 8), False),
-        ((1, 1, 1, 1, 6, 24, 24), False),
-        ((1, 2, 3, 1, 1, 8, 8), False),
-        ((2, 1, 2, 600, 700, 16, 8), True),
+        ((2, 2, 2, 5, 9, 16, 8), "reference"),
+        ((1, 1, 1, 1, 6, 24, 24), "reference"),
+        ((1, 2, 3, 1, 1, 8, 8), "reference"),
+        ((2, 1, 2, 600, 700, 16, 8), "blocked"),
+        ((2, 1, 2, 600, 700, 16, 8), "cpu-ffi"),
+        ((1, 2, 1, 120, 3, 20, 20), "cpu-ffi"),
+        ((2, 2, 2, 9, 65, 64, 64), "cpu-ffi"),
     ],
 )
 @pytest.mark.parametrize("mask_shape", [(1, 1, 1, 1), (1, 1, 0, 0), (1, 0, 0, 0)])
-def test_masks_as_torch(shape, blocks, mask_shape, dtype):
+def test_masks_as_torch(shape, implementation, mask_shape, dtype):
     q, k, v = inputs(*shape)
     full = (shape[0], shape[1] * shape[2], shape[3], shape[4])
     mask = RNG.random([1 if fixed == 0 else n for fixed, n in zip([1, *mask_shape[1:]], full, strict=True)]) > 0.3
     mask[..., -1, :] = False  # a query that sees nothing
     arrays = [jnp.asarray(x, dtype) for x in (q, k, v)]
     args = (*arrays, jnp.asarray(mask), AttentionArgs(0.3))
-    chosen = registry.implementation_for("dense_attention", *args, causal=False, return_weights=False)
-    assert chosen.name == ("blocked" if blocks else "reference")
     expected = torch_attention(q, k, v, dtype, attn_mask=torch.from_numpy(mask), scale=0.3)
-    got = ops.dense_attention(*args)
+    with registry.use("dense_attention", implementation):
+        got = ops.dense_attention(*args)
     np.testing.assert_allclose(np.asarray(got, np.float32), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
     assert not np.asarray(got)[..., -1, :].any()
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "name"),
+    [
+        ((1, 2, 1, 9, 9, 8, 8), {}, "cpu-ffi"),
+        ((1, 2, 1, 600, 600, 8, 8), {"causal": True}, "cpu-ffi"),
+        ((1, 2, 1, 8, 600, 8, 8), {}, "reference"),
+        ((1, 2, 1, 600, 700, 8, 8), {"causal": True}, "blocked"),
+        ((1, 2, 1, 600, 600, 8, 8), {"return_weights": True}, "reference"),
+    ],
+)
+def test_the_kernel_takes_what_it_has(shape, options, name):
+    q, k, v = map(jnp.asarray, inputs(*shape))
+    asked = {"causal": False, "return_weights": False} | options
+    assert registry.implementation_for("dense_attention", q, k, v, None, AttentionArgs(1.0), **asked).name == name
+
+
+def test_derivatives_as_torch():
+    q, k, v = inputs(1, 2, 2, 20, 30, 8, 8)
+    mask = RNG.standard_normal((1, 1, 20, 30), dtype=np.float32)
+    weights = RNG.standard_normal((1, 4, 20, 8), dtype=np.float32)
+    given = [torch.from_numpy(x).requires_grad_() for x in (q, k, v, mask)]
+    out = torch.nn.functional.scaled_dot_product_attention(*given, scale=0.3, enable_gqa=True)
+    expected = torch.autograd.grad((out * torch.from_numpy(weights)).sum(), given)
+
+    def weighted(q, k, v, mask):
+        return (ops.dense_attention(q, k, v, mask, AttentionArgs(0.3)) * weights).sum()
+
+    for got, right in zip(jax.grad(weighted, (0, 1, 2, 3))(q, k, v, mask), expected, strict=True):
+        np.testing.assert_allclose(got, right.numpy(), rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("mask_shape", [None, (1, 1, 1, 40), (3, 1, 1, 1, 40), (3, 2, 4, 12, 40), (2, 1, 12, 40)])
+def test_rows_of_a_vmap_are_one_batch(mask_shape):
+    q, k, v = (np.stack(each) for each in zip(*(inputs(2, 2, 2, 12, 40, 8, 8) for _ in range(3)), strict=True))
+    mask = None if mask_shape is None else RNG.standard_normal(mask_shape, dtype=np.float32)
+    is_mapped = mask is not None and mask.ndim == 5
+
+    def attend(q, k, v, mask):
+        return ops.dense_attention(q, k, v, mask, AttentionArgs(0.3))
+
+    got = jax.vmap(attend, (0, 0, 0, 0 if is_mapped else None))(q, k, v, mask)
+    for row in range(3):
+        own = mask[row] if is_mapped else mask
+        with registry.use("dense_attention", "reference"):
+            expected = attend(*(jnp.asarray(x[row]) for x in (q, k, v)), own if own is None else jnp.asarray(own))
+        np.testing.assert_allclose(got[row], expected, rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("num_keys", [300, 600, 1000])
@@ -98,10 +149,11 @@ def test_blocks_give_what_the_whole_gives_with_sinks_and_softcap():
     sinks = jnp.asarray(RNG.standard_normal(4), jnp.float32)
     args = AttentionArgs(0.3, softcap=5.0, sinks=sinks)
     results = []
-    for name in ("reference", "blocked"):
+    for name in ("reference", "blocked", "cpu-ffi"):
         with registry.use("dense_attention", name):
             results.append(ops.dense_attention(q, k, v, None, args, causal=True))
-    np.testing.assert_allclose(*results, rtol=2e-5, atol=2e-5)
+    for result in results[1:]:
+        np.testing.assert_allclose(result, results[0], rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <type_traits>
 #include <vector>
 
 #include "simd.h"
@@ -155,10 +156,11 @@ void transpose(const T* const* rows, int64_t dim, float* out, Fetch& fetch) {
   }
 }
 
-// scores[r][t] = q[r] . keys[t] for the kBlock keys of a transposed block, each product summed from the first dimension on.
+// scores[r][t] = q[r] . keys[t] for the first `count` keys of a transposed block, each product summed from the first dimension
+// on; for further ones up to a whole number of vectors, too.
 template <int R, class T>
-void dot_keys(const float* keys, const float* q, int64_t words, float* scores, Fetch& fetch) {
-  for (int t = 0; t < kBlock; t += kWide * kLanes) {
+void dot_keys(const float* keys, const float* q, int64_t words, int count, float* scores, Fetch& fetch) {
+  for (int t = 0; t < count; t += kWide * kLanes) {
     Vec sum[R][kWide] = {};
     for (int64_t i = 0; i < words; i++) {
       fetch.lines(kWide * kLanes / 16);
@@ -204,14 +206,14 @@ void add_all_values(const T* const* values, int first, int last, int64_t dim, co
   if (d < dim) add_values<R, 1, true>(values, first, last, d, dim, weights, keep, acc, acc_stride, fetch);
 }
 
-// Turns one row's products with the block at `begin` into weights, in place; returns what the earlier sums are to be
-// multiplied by. Not a template: one order of operations for all tiles.
-inline float softmax_step(const Tile& tile, int64_t row, int64_t begin, float* scores, float* top, float* total) {
+// Turns one row's products with `count` positions of the block at `begin` into weights, in place; returns what the earlier
+// sums are to be multiplied by. No row sees a position behind them. Not a template: one order of operations for all tiles.
+inline float softmax_step(const Tile& tile, int64_t row, int64_t begin, int count, float* scores, float* top, float* total) {
   const int64_t first = tile.first(row) - begin, last = tile.last(row) - begin, prefix = tile.prefix - begin;
   const bool all_seen = (first <= 0 && last >= kBlock) || prefix >= kBlock;
   const float slope = tile.alibi ? tile.alibi[row % tile.group] : 0.f;
   Vec high = splat(*top);
-  for (int t = 0; t < kBlock; t += kLanes) {
+  for (int t = 0; t < count; t += kLanes) {
     Vec s = load(scores + t) * tile.scale;
     if (tile.softcap != 0) s = tile.softcap * tanh(s / tile.softcap);
     if (tile.alibi) s += slope * __builtin_convertvector(int_iota() + int32_t(begin + t - tile.at(row)), Vec);
@@ -227,7 +229,7 @@ inline float softmax_step(const Tile& tile, int64_t row, int64_t begin, float* s
   const float now = largest(high);
   const float base = now == kNone ? 0.f : now;  // nothing seen yet: keeps -inf - -inf out
   Vec sums = {};
-  for (int t = 0; t < kBlock; t += kLanes) {
+  for (int t = 0; t < count; t += kLanes) {
     const Vec x = load(scores + t) - base;
     const Vec e = x < splat(-87.f) ? Vec{} : exp(x);  // exactly nothing for what is not seen
     store(scores + t, e);
@@ -265,12 +267,23 @@ struct Block {
   Fetch::Rows rows(int known) const { return {(const char* const*)keys, known}; }
 };
 
-template <int R, class K, class V>
-void attend_rows(const Tile& tile, int64_t row, int64_t begin, const float* keys, const V* const* values, int64_t value_dim, const Sums& sums, int64_t words, Fetch& fetch) {
-  float scores[R * kBlock], keep[R];
+// What rows of a tile make of a block: scores[rows][kBlock], weights in the end, and what earlier sums are multiplied by.
+struct Weights {
+  float *scores, *keep;
+};
+
+template <int R, class T>
+void weigh_rows(const Tile& tile, int64_t row, int64_t begin, int count, const float* keys, const Sums& sums, int64_t words, const Weights& weights, Fetch& fetch) {
+  float* scores = weights.scores + row * kBlock;
+  dot_keys<R, T>(keys, tile.q + row * words * kPerWord<T>, words, count, scores, fetch);
+  for (int r = 0; r < R; r++) weights.keep[row + r] = softmax_step(tile, row + r, begin, count, scores + r * kBlock, sums.top + row + r, sums.total + row + r);
+}
+
+template <int R, class V>
+void add_rows(const Tile& tile, int64_t row, int64_t begin, const V* const* values, int64_t value_dim, const Sums& sums, const Weights& weights, Fetch& fetch) {
+  const float* scores = weights.scores + row * kBlock;
+  float* keep = weights.keep + row;
   const int64_t acc_stride = padded(value_dim);
-  dot_keys<R, K>(keys, tile.q + row * words * kPerWord<K>, words, scores, fetch);
-  for (int r = 0; r < R; r++) keep[r] = softmax_step(tile, row + r, begin, scores + r * kBlock, sums.top + row + r, sums.total + row + r);
   const auto within = [&](int64_t n) { return int(std::clamp<int64_t>(n - begin, 0, kBlock)); };
   // What some of these rows see, in one or two runs: between them may lie anything, and 0 times anything may be NaN.
   int first = within(tile.first(row)), last = within(tile.last_of(row, row + R));
@@ -286,20 +299,28 @@ void attend_rows(const Tile& tile, int64_t row, int64_t begin, const float* keys
   add_all_values<R>(values, first, last, value_dim, scores, keep, acc, acc_stride, fetch);
 }
 
-template <class K, class V>
-void attend_tile(const Tile& tile, int64_t begin, const float* keys, const V* const* values, int64_t value_dim, const Sums& sums, int64_t words, Fetch& fetch) {
+// Calls f(count as a constant, row) for the groups of at most kRowTile rows that see some of the block.
+template <class F>
+void each_group(const Tile& tile, int64_t begin, const F& f) {
   for (int64_t row = 0; row < tile.rows;) {
     const int n = int(std::min<int64_t>(kRowTile, tile.rows - row));
     if (tile.sees(row, row + n, begin, begin + kBlock)) switch (n) {
-        case 1: attend_rows<1, K>(tile, row, begin, keys, values, value_dim, sums, words, fetch); break;
-        case 2: attend_rows<2, K>(tile, row, begin, keys, values, value_dim, sums, words, fetch); break;
-        case 3: attend_rows<3, K>(tile, row, begin, keys, values, value_dim, sums, words, fetch); break;
-        case 4: attend_rows<4, K>(tile, row, begin, keys, values, value_dim, sums, words, fetch); break;
-        case 5: attend_rows<5, K>(tile, row, begin, keys, values, value_dim, sums, words, fetch); break;
-        default: attend_rows<kRowTile, K>(tile, row, begin, keys, values, value_dim, sums, words, fetch);
+        case 1: f(std::integral_constant<int, 1>{}, row); break;
+        case 2: f(std::integral_constant<int, 2>{}, row); break;
+        case 3: f(std::integral_constant<int, 3>{}, row); break;
+        case 4: f(std::integral_constant<int, 4>{}, row); break;
+        case 5: f(std::integral_constant<int, 5>{}, row); break;
+        default: f(std::integral_constant<int, kRowTile>{}, row);
       }
     row += n;
   }
+}
+
+// All rows meet the keys before any meets the values: together these would not stay in a first-level cache of 32 KB.
+template <class K, class V>
+void attend_tile(const Tile& tile, int64_t begin, int count, const float* keys, const V* const* values, int64_t value_dim, const Sums& sums, int64_t words, const Weights& weights, Fetch& fetch) {
+  each_group(tile, begin, [&](auto n, int64_t row) { weigh_rows<n, K>(tile, row, begin, count, keys, sums, words, weights, fetch); });
+  each_group(tile, begin, [&](auto n, int64_t row) { add_rows<n>(tile, row, begin, values, value_dim, sums, weights, fetch); });
 }
 
 // A block of positions that a tile sees some of, with where their keys and values lie.
@@ -348,9 +369,11 @@ void attend_span(Walk<T> walk, const Shape& shape, const Tile& tile, const Sums&
   static thread_local std::vector<float> scratch;
   const int64_t value_stride = padded(shape.value_dim);
   const int64_t words = num_words<T>(shape.key_dim);
-  scratch.resize((words + value_stride) * kBlock);
+  scratch.resize((words + value_stride + tile.rows) * kBlock + tile.rows);
   float* keys = scratch.data();
   float* converted = keys + words * kBlock;
+  float* scores = converted + value_stride * kBlock;
+  const Weights weights{scores, scores + tile.rows * kBlock};
   const float* converted_rows[kBlock];
   for (int t = 0; t < kBlock; t++) converted_rows[t] = converted + t * value_stride;
   sums.clear(tile.rows, shape.value_dim);
@@ -368,12 +391,12 @@ void attend_span(Walk<T> walk, const Shape& shape, const Tile& tile, const Sums&
     const Block<T>& block = visit.block;
     for (int t = 0; t < visit.known; t += kLanes) transpose(block.keys + t, shape.key_dim, keys + t, fetch);
     if (tile.rows <= kRowTile) {
-      attend_tile<T>(tile, visit.begin, keys, block.values, shape.value_dim, sums, words, fetch);
+      attend_tile<T>(tile, visit.begin, visit.known, keys, block.values, shape.value_dim, sums, words, weights, fetch);
     } else {
       for (int t = walk.skipped(visit.begin); t < visit.known; t++)
         for (int64_t d = 0; d < value_stride; d += kLanes)
           store(converted + t * value_stride + d, d + kLanes <= shape.value_dim ? load(block.values[t] + d) : load_first(block.values[t] + d, int(shape.value_dim - d)));
-      attend_tile<T>(tile, visit.begin, keys, converted_rows, shape.value_dim, sums, words, fetch);
+      attend_tile<T>(tile, visit.begin, visit.known, keys, converted_rows, shape.value_dim, sums, words, weights, fetch);
     }
     fetch.all_but_last();
     is_left = is_next, is_next = is_behind;

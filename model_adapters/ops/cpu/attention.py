@@ -95,6 +95,43 @@ def cross_attention(
     return out
 
 
+def dense_attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None, args: AttentionArgs, *, causal: bool
+) -> jax.Array:
+    """Runs the op as one kernel, whose scores stay in the caches.
+
+    With `causal` there are as many queries as keys.
+    """
+    biases = jnp.zeros((0,) * 4, jnp.float32)
+    if mask is not None:
+        added = jnp.where(mask, 0.0, -jnp.inf) if mask.dtype == jnp.bool_ else mask
+        added = jnp.broadcast_to(added.astype(jnp.float32), (*mask.shape[:3], k.shape[2]))
+        biases = jnp.pad(added, ((0, 0), (0, 0), (0, 0), (0, -k.shape[2] % BLOCK)))
+    options = {"scale": np.float32(args.scale), "softcap": np.float32(args.softcap or 0.0), "causal": causal}
+
+    @custom_vmap
+    def run(*arrays: jax.Array) -> jax.Array:
+        q, k, v, biases, sinks = arrays
+        result = jax.ShapeDtypeStruct((*q.shape[:3], v.shape[3]), q.dtype)
+        out: jax.Array = ffi_call("tas_dense_attention", result)(q, k, v, biases, sinks, **options)
+        return out
+
+    @run.def_vmap
+    def rule(axis_size: int, is_batched: list[bool], *arrays: jax.Array) -> tuple[jax.Array, bool]:
+        """Makes one batch of those of all rows of the ``vmap``."""
+        if is_batched[4]:
+            return one_by_one(run, axis_size, is_batched, arrays), True
+        *of_rows, biases, sinks = arrays
+        q, k, v = map(merged, of_rows, [axis_size] * 3, is_batched)
+        if biases.size and (is_batched[3] or biases.shape[0] > 1):  # else all have one
+            each = (axis_size, len(q) // axis_size, *biases.shape[-3:])
+            biases = jnp.broadcast_to(biases, each).reshape(-1, *each[2:])
+        return divided(run(q, k, v, biases, sinks), axis_size), True
+
+    out: jax.Array = run(jnp.swapaxes(q, 1, 2), k, v, biases, or_empty(args.sinks))
+    return jnp.swapaxes(out, 1, 2)
+
+
 def _in_blocks(biases: jax.Array | None, capacity: int) -> jax.Array:
     """Returns ``biases[T, Hq, S]`` up to the end of the last block of `capacity`; empty if None."""
     if biases is None:

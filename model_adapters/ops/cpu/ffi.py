@@ -163,6 +163,24 @@ def differentiable(kernel: Callable[..., jax.Array], reference: Callable[..., ja
     return run
 
 
+def differentiated_as(kernel: Callable[..., jax.Array], plain: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """Returns `kernel`, in whose place `plain` is computed where derivatives are wanted.
+
+    These need what `plain` computes in any case: to run the kernel as well would take time for nothing.
+    """
+
+    @jax.custom_jvp
+    def run(*arrays: Any) -> jax.Array:
+        return kernel(*arrays)
+
+    @run.defjvp
+    def tangent(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[jax.Array, jax.Array]:
+        found: tuple[jax.Array, jax.Array] = jax.jvp(plain, primals, tangents)
+        return found
+
+    return run
+
+
 @contextlib.contextmanager
 def batch_invariant(wanted: bool = True) -> Iterator[None]:
     """Makes rows of products traced inside bit-equal for any number of rows.

@@ -63,17 +63,18 @@ struct Call {
   const float *sinks, *alibi, *k_scale, *v_scale, *biases;                             // or null
   void* out;
   int64_t num_tokens, num_seqs, query_heads, window, value_begin;  // the last -1: behind the keys
-  int64_t bias_stride;                                             // numbers of a row of biases[num_tokens, query_heads, bias_stride]
+  int64_t bias_stride, bias_token_stride, bias_seq_stride;         // numbers from a query head, token or sequence to the next
   int64_t reach;                                                   // as of `Tile`
   int64_t sink_stride;                                             // query_heads: each token has sinks of its own; 0: all have the same
   bool reads_only;                                                 // pages have all keys: none is written
+  bool sees_all;                                                   // each query sees all keys, and none has a position
   float scale, softcap;
 
   // Without cu_q_lens every sequence has one new token.
   int64_t begin(int64_t s) const { return cu_q_lens ? cu_q_lens[s] : s; }
-  int64_t position(int64_t s, int64_t token) const { return int64_t(kv_lens[s]) - begin(s + 1) + token; }
+  int64_t position(int64_t s, int64_t token) const { return int64_t(kv_lens[s]) + token - begin(sees_all ? s : s + 1); }
   // The tokens of a sequence that are there and have a position.
-  int64_t first_token(int64_t s) const { return std::max<int64_t>({begin(s), begin(s + 1) - kv_lens[s], 0}); }
+  int64_t first_token(int64_t s) const { return std::max<int64_t>({begin(s), sees_all ? 0 : begin(s + 1) - kv_lens[s], 0}); }
   int64_t last_token(int64_t s) const { return std::min(begin(s + 1), num_tokens); }
 };
 
@@ -219,8 +220,8 @@ class Attention {
     if (call_.k_scale) tile.scale *= call_.k_scale[head];
     if (call_.alibi) tile.alibi = call_.alibi + head * shape_.group;
     if (call_.biases) {
-      tile.reach = call_.reach, tile.bias_stride = call_.bias_stride, tile.token_stride = call_.query_heads * call_.bias_stride;
-      tile.biases = call_.biases + piece.token * tile.token_stride + head * shape_.group * tile.bias_stride;
+      tile.reach = call_.reach, tile.bias_stride = call_.bias_stride, tile.token_stride = call_.bias_token_stride;
+      tile.biases = call_.biases + piece.seq * call_.bias_seq_stride + piece.token * tile.token_stride + head * shape_.group * tile.bias_stride;
     }
     const int64_t stride = num_words<T>(shape_.key_dim) * kPerWord<T>;
     queries.assign(tile.rows * stride, 0.f);
@@ -313,7 +314,7 @@ void take_queries(Call& call, ffi::AnyBuffer& q, ffi::AnyBuffer& page_table, ffi
 
 void take_biases(Call& call, ffi::AnyBuffer& biases) {
   call.biases = data_or_null<float>(biases);
-  if (call.biases) call.bias_stride = biases.dimensions()[2];
+  if (call.biases) call.bias_stride = biases.dimensions()[2], call.bias_token_stride = biases.dimensions()[1] * call.bias_stride;
 }
 
 // Dtypes and shapes are checked by the caller in Python. Arrays of no element are arguments that are not there.
@@ -368,6 +369,29 @@ ffi::Error cross_attention(ffi::ThreadPool threads, ffi::AnyBuffer q, ffi::AnyBu
   return attend_pages(threads, call, shape, keys.element_type(), keys.untyped_data());
 }
 
+// T queries of each of B sequences over keys[B, H, S, D] and values[B, H, S, Dv], dense ones: all of them, or with `causal`,
+// for T = S, those up to their own. q[B, T, Hq, D] biases[B or 1, Hq or 1, T or 1, S up to the end of its last block; or 0]
+// sinks[Hq or 0] -> out[B, T, Hq, Dv].
+ffi::Error dense_attention(ffi::ThreadPool threads, ffi::AnyBuffer q, ffi::AnyBuffer keys, ffi::AnyBuffer values, ffi::AnyBuffer biases, ffi::AnyBuffer sinks, float scale, float softcap,
+                            bool causal, ffi::Result<ffi::AnyBuffer> out) {
+  const auto qd = q.dimensions(), kd = keys.dimensions(), bd = biases.dimensions();
+  const int64_t num_seqs = qd[0], num_queries = qd[1];
+  std::vector<int32_t> pages(num_seqs), lens(num_seqs, int32_t(kd[2])), begins(num_seqs + 1);
+  for (int64_t s = 0; s < num_seqs; s++) pages[s] = int32_t(s), begins[s + 1] = int32_t((s + 1) * num_queries);
+  Call call{};
+  call.q = rows_of(q), call.out = out->untyped_data(), call.page_table = pages.data(), call.kv_lens = lens.data(), call.cu_q_lens = begins.data();
+  call.num_tokens = num_seqs * num_queries, call.num_seqs = num_seqs, call.query_heads = qd[2];
+  call.scale = scale, call.softcap = softcap, call.reads_only = true, call.sees_all = !causal;
+  call.sinks = data_or_null<float>(sinks), call.biases = data_or_null<float>(biases);
+  if (call.biases) {
+    const auto stride = [&](int axis, int64_t numbers) { return bd[axis] == 1 ? 0 : numbers; };
+    call.bias_stride = stride(1, bd[2] * bd[3]), call.bias_token_stride = stride(2, bd[3]);
+    call.bias_seq_stride = stride(0, bd[1] * bd[2] * bd[3]) - num_queries * call.bias_token_stride;  // tokens are counted on
+  }
+  const Shape shape{kd[1], call.query_heads / kd[1], kd[3], values.dimensions()[3], kd[2], kd[3], 1, num_seqs, kd[3], values.untyped_data()};
+  return attend_pages(threads, call, shape, keys.element_type(), keys.untyped_data());
+}
+
 }  // namespace
 }  // namespace tas
 
@@ -378,3 +402,15 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(tas_paged_attention, tas::paged_attention, ffi::Ff
 XLA_FFI_DEFINE_HANDLER_SYMBOL(tas_decode_attention, tas::decode_attention, ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().TAS_ARGS_6().TAS_ARGS_6().TAS_OPTIONS());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(tas_cross_attention, tas::cross_attention,
                               ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().TAS_ARGS_6().Attr<float>("scale").Attr<float>("softcap").Ret<ffi::AnyBuffer>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(tas_dense_attention, tas::dense_attention,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Attr<float>("scale")
+                                  .Attr<float>("softcap")
+                                  .Attr<bool>("causal")
+                                  .Ret<ffi::AnyBuffer>());

@@ -7,6 +7,7 @@ TARGETS = (
     "tas_causal_convolution",
     "tas_cross_attention",
     "tas_decode_attention",
+    "tas_dense_attention",
     "tas_gated_delta_rule",
     "tas_linear",
     "tas_linear_recurrence",
