@@ -108,11 +108,12 @@ def known_here(options: argparse.Namespace) -> dict[rows.Key, Row]:
 
 def sweep(options: argparse.Namespace) -> list[Row]:
     """Measures what is missing, or all with ``--again``; returns its rows."""
-    known, found = rows.read(options.results), []
+    known, found, model = rows.read(options.results), [], processor()
     cases, began = chosen(options), time.monotonic()
     waiting = []
     for case in cases:
-        keys = [(case.task, case.model_type, d, n, options.threads) for d in options.dtype for n in options.requests]
+        of_case = (case.task, case.model_type)
+        keys = [(*of_case, d, n, options.threads, model) for d in options.dtype for n in options.requests]
         if options.again or any(key not in known for key in keys):
             waiting.append(case)
     size = -(-len(waiting) // (2 * options.workers)) if options.small else 1
@@ -176,7 +177,7 @@ def show(options: argparse.Namespace) -> None:
     named = {(case.task, case.model_type) for case in chosen(options)}
     found = [
         row
-        for row in rows.read(options.results).values()
+        for row in rows.newest(rows.read(options.results).values())
         if (row["task"], row["type"]) in named and row["dtype"] in options.dtype and row["requests"] in options.requests
     ]
     print(rows.table(found))
@@ -190,7 +191,7 @@ def write_pages(options: argparse.Namespace) -> None:
     from serving_peers.performance_page import page
 
     rows.tidy(options.results)
-    found = pages.Results.of(rows.read(options.results).values())
+    found = pages.Results.of(rows.newest(rows.read(options.results).values()))
     speed_table.write(pages.about(found), pages.columns(found))
     docs = FOLDER.parent / "docs"
     (docs / "models.md").write_text(models_page.document())

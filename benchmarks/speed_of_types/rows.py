@@ -15,14 +15,19 @@ RATIOS = ("decode", "decode_cpu", "prefill", "prefill_cpu")
 
 
 def key_of(row: Mapping[str, Any]) -> Key:
-    """What a row is of."""
-    return row["task"], row["type"], row["dtype"], row["requests"], row["threads"]
+    """What a row is of, and the processor that measured it."""
+    return row["task"], row["type"], row["dtype"], row["requests"], row["threads"], row.get("processor")
 
 
 def read(path: Path) -> dict[Key, Row]:
     """The rows of a file; of several with one key the last."""
     lines = path.read_text().splitlines() if path.exists() else []
     return {key_of(row): row for row in map(json.loads, lines)}
+
+
+def newest(rows: Iterable[Row]) -> list[Row]:
+    """The last measured one of rows that differ in the processor alone."""
+    return list({key_of(row)[:-1]: row for row in sorted(rows, key=lambda row: row["date"])}.values())
 
 
 def append(path: Path, row: Row) -> None:

@@ -117,8 +117,12 @@ def test_the_guard_finds_what_is_slower_by_processor_time():
 
 def test_the_guard_measures_again_what_is_slower(tmp_path, monkeypatch, capsys):
     options = argparse.Namespace(results=tmp_path / "rows.jsonl", types=None, part=(1, 2))
-    for row in (ran("a", 2.0), ran("b", 2.0)):
-        rows.append(options.results, row | {"processor": types_speed.processor()})
+
+    def here(name, all_cpu):
+        return ran(name, all_cpu) | {"processor": types_speed.processor()}
+
+    for row in (here("a", 2.0), here("b", 2.0), ran("a", 9.0) | {"processor": "another"}):
+        rows.append(options.results, row)
     sweeps = []
 
     def guarded(*answers):
@@ -132,12 +136,12 @@ def test_the_guard_measures_again_what_is_slower(tmp_path, monkeypatch, capsys):
         monkeypatch.setattr(types_speed, "sweep", sweep)
         return types_speed.guard(argparse.Namespace(**vars(options))), list(sweeps)
 
-    good, slow = [ran("a", 2.0), ran("b", 2.0)], [ran("a", 1.0), ran("b", 2.0)]
+    good, slow = [here("a", 2.0), here("b", 2.0)], [here("a", 1.0), here("b", 2.0)]
     again = [(None, (1, 2)), (["causal:a"], None)]
     assert guarded(good) == (0, again[:1])
-    assert guarded(slow, [ran("a", 1.9)]) == (0, again), "the machine was busy"
-    assert guarded(slow, [ran("a", 1.0)], [ran("a", 1.9)]) == (0, [*again, again[1]]), "busy once more"
-    assert guarded(slow, [ran("a", 1.0)]) == (1, again[:1] + again[1:] * types_speed.MEASURED_AGAIN)
+    assert guarded(slow, [here("a", 1.9)]) == (0, again), "the machine was busy"
+    assert guarded(slow, [here("a", 1.0)], [here("a", 1.9)]) == (0, [*again, again[1]]), "busy once more"
+    assert guarded(slow, [here("a", 1.0)]) == (1, again[:1] + again[1:] * types_speed.MEASURED_AGAIN)
     assert "got 1.0 times" in capsys.readouterr().out
 
 
@@ -213,3 +217,14 @@ def test_columns_of_the_page_of_models(tmp_path, monkeypatch):
     assert next(line for line in text.splitlines() if line.startswith("| gpt2 |")).endswith("|  |  |")
     assert "`python x` on here" in text
     assert speed_table.cells(stored, "seq2seq", "t5") == ()
+
+
+def test_rows_of_several_processors(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    days = {"one": "2026-01-02", "two": "2026-01-01"}
+    for name, day in days.items():
+        rows.append(path, row_of("a", 1.0) | {"processor": name, "date": day})
+    rows.tidy(path)
+    found = rows.read(path).values()
+    assert {row["processor"] for row in found} == set(days)
+    assert [row["processor"] for row in rows.newest(found)] == ["one"]

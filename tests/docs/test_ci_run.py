@@ -21,8 +21,8 @@ TPU = [
 GPU = [
     "pip install --quiet --no-deps jax-cuda13-pjrt==1.2.3 jax-cuda13-plugin==1.2.3 nvidia-cuda-nvcc==13.0.* "
     "nvidia-nvvm==13.0.* nvidia-cuda-runtime==13.0.*",
-    "pytest tests/aot/test_gpu_aot.py tests/aot/test_quantized_aot.py tests/aot/test_plan_aot.py "
-    "tests/aot/test_bundle_aot.py -k gpu or h200 --dist load",
+    "pytest tests/aot/test_gpu_aot.py tests/aot/test_gpu_recurrent_aot.py tests/aot/test_quantized_aot.py "
+    "tests/aot/test_plan_aot.py tests/aot/test_bundle_aot.py -k gpu or h200 --dist load",
 ]
 RAY = ["pip install --quiet .[ray]", "pytest tests/replicas"]
 FORMATS = [
@@ -50,14 +50,16 @@ PARITY = [
     "python benchmarks/parity.py --task heads --part 1/12 --diff changes.diff",
     "python benchmarks/parity.py --task configurations --part 1/12",
 ]
+SPEED = ["python benchmarks/weight_kinds.py --guard", "python benchmarks/types_speed.py --part 1/12 --guard"]
 LINT = ["ruff check .", "ruff format --check .", "mypy"]
 SUITE = ["pip install --quiet .[dev]", *LINT, "pip install .[dev]", "pytest", AS_SERVED]
 FAST = [*LINT, "pytest -m fast"]
 AGAIN = "-n 0 --last-failed --last-failed-no-failures none"
-THOROUGH = "pytest --thorough --part 1/6"
+THOROUGH = "pytest --thorough --part 1/8"
 CHECKS = [
     *SUITE,
     *PARITY,
+    *SPEED,
     *TPU,
     *GPU,
     *RAY,
@@ -184,19 +186,19 @@ def test_each_commit_checks_another_part(project, tmp_path):
     git = ["git", "-c", "user.name=a", "-c", "user.email=a@b"]
     subprocess.run(["git", "init", "-q"], cwd=tmp_path / "project", check=True)
     parts = []
-    for _ in range(12):
+    for _ in range(24):
         commit = [*git, "commit", "-q", "--allow-empty", "-m", "one more"]
         subprocess.run(commit, cwd=tmp_path / "project", check=True)
         parts.append([call.split()[call.split().index("--part") + 1] for call in project()[1] if "--part" in call])
-    twelfths, sixths = [*range(2, 13), 1], [2, 3, 4, 5, 6, 1] * 2
-    assert parts == [[*[f"{a}/12"] * 3, f"{b}/6"] for a, b in zip(twelfths, sixths, strict=True)]
+    twelfths, eighths = [*range(2, 13), 1] * 2, [*range(2, 9), 1] * 3
+    assert parts == [[*[f"{a}/12"] * 4, f"{b}/8"] for a, b in zip(twelfths, eighths, strict=True)]
 
 
 def test_suites_with_packages_of_their_own_take_turns(project, tmp_path):
     folder = tmp_path / "project"
     git = ["git", "-c", "user.name=a", "-c", "user.email=a@b"]
     subprocess.run(["git", "init", "-q"], cwd=folder, check=True)
-    always, runs = [*SUITE, *PARITY, THOROUGH], []
+    always, runs = [*SUITE, *PARITY, *SPEED, THOROUGH], []
     for _ in range(3):
         subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", "one more"], cwd=folder, check=True)
         runs.append(first_parts(project()[1]))
@@ -232,7 +234,7 @@ def test_each_test_is_in_one_sixth_and_named_by_itself():
 def test_without_time_no_further_suite_begins(project, capfd):
     assert project(seconds=74 * 60) == (0, SUITE[:-1])
     named = re.findall(r"^left out after 74 minutes: (.*)", capfd.readouterr().out, re.M)
-    assert len(named) == len(set(named)) == 16
+    assert len(named) == len(set(named)) == 18
 
 
 def test_a_suite_that_would_take_too_long_is_left_out(project, capfd):
@@ -250,7 +252,8 @@ def test_missing_extra_leaves_its_suite_out(project, lacking):
 @pytest.mark.parametrize("index", [i for i, check in enumerate(CHECKS) if check not in COMPILERS])
 def test_the_first_failure_ends_it_with_its_status(project, index):
     failing = CHECKS[index] if " " in CHECKS[index] else CHECKS[index] + " "
-    assert project(failing) == (7, CHECKS[: index + 1])
+    twice = [CHECKS[index]] if CHECKS[index] in SPEED else []
+    assert project(failing) == (7, [*CHECKS[: index + 1], *twice])
 
 
 TESTS = [index for index, check in enumerate(CHECKS) if check.startswith("pytest")]
