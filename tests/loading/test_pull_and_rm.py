@@ -53,7 +53,7 @@ def listed(call):
 
 
 def test_a_pulled_model_is_listed_and_shown(hub, call, tmp_path):
-    assert "No model of the hub is in" in call("list").stdout
+    assert "No model of the hub is in" in call("list").stderr
     call("pull", NAME)
     assert json.loads(call("list", "--json").stdout)["downloaded"] == listed(call)
     shown = json.loads(call("show", NAME, "--json").stdout)
@@ -70,7 +70,7 @@ def test_a_pulled_model_is_listed_and_shown(hub, call, tmp_path):
 
 
 def test_a_model_is_pulled_listed_and_removed(hub, call, tmp_path):
-    assert "No model of the hub is in" in call("models", "--downloaded").stdout
+    assert "No model of the hub is in" in call("models", "--downloaded").stderr
     pulled = call("pull", NAME)
     folder = tmp_path / "cache" / "models--people--tiny"
     assert pulled.stdout == f"{folder / 'snapshots' / hub_lookalike.COMMIT}\n"

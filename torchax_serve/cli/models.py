@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import os
+import sys
 from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated, Any
@@ -101,7 +102,9 @@ def print_downloaded(cache_dir: Path | None, *, as_json: bool) -> None:
     from rich.table import Table
 
     if not downloads:
-        print(f"No model of the hub is in {hub_cache(cache_dir)}; torchax-serve pull NAME brings one.\n")
+        print(
+            f"No model of the hub is in {hub_cache(cache_dir)}; torchax-serve pull NAME brings one.\n", file=sys.stderr
+        )
         return
     table = Table(box=None, header_style="bold")
     table.add_column("on this machine", overflow="fold")
@@ -112,10 +115,9 @@ def print_downloaded(cache_dir: Path | None, *, as_json: bool) -> None:
         partial = ["not finished: pull it again, or rm it"] if each.is_partial else []
         name = f"{each.short_name} ({each.hub_id})" if each.short_name else each.hub_id
         table.add_row(name, size_of(each.size_bytes), ago(each.last_used), "\n".join([*revisions, *partial]))
-    output = console(200)
-    output.print(table)
+    console(200).print(table)
     total = sum(each.size_bytes for each in downloads)
-    output.print(f"{size_of(total)} in {hub_cache(cache_dir)}; torchax-serve rm NAME deletes one\n", highlight=False)
+    print(f"{size_of(total)} in {hub_cache(cache_dir)}; torchax-serve rm NAME deletes one\n", file=sys.stderr)
 
 
 def _architectures() -> dict[str, list[str]]:
