@@ -30,7 +30,8 @@ TorchTensor = torchax.tensor.Tensor
 JaxFunction = Callable[..., Any]
 default_env = inspect.unwrap(torchax.default_env)
 
-_THREAD = threading.local()  # depth: number of contexts of `torch_mode` and `computing` that this thread is in
+_THREAD = threading.local()
+"""depth: contexts of `torch_mode` and `computing` that this thread is in; number: how often it entered the first."""
 
 
 def is_view(value: Any) -> bool:
@@ -144,6 +145,16 @@ def set_raw_lowering(torch_op: Any, function: Callable[..., Any]) -> None:
     """
     operator = default_env()._ops[torch_op]
     default_env()._ops[torch_op] = dataclasses.replace(operator, func=function, is_jax_function=False)
+
+
+def set_first_operand(function: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Makes a function of PyTorch's own run over `change` of its first operand."""
+
+    def changed(first: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return function(change(first), *args, **kwargs)
+
+    operators = default_env()._ops
+    operators[function] = dataclasses.replace(operators[torch.Tensor.__getitem__], torch_op=function, func=changed)
 
 
 def remove_lowering(torch_op: Any) -> None:
@@ -261,6 +272,8 @@ def _restored_random_key() -> Iterator[None]:
 @contextlib.contextmanager
 def _on_this_thread() -> Iterator[None]:
     _THREAD.depth = getattr(_THREAD, "depth", 0) + 1
+    if _THREAD.depth == 1:
+        _THREAD.number = getattr(_THREAD, "number", 0) + 1
     try:
         yield
     finally:
@@ -287,6 +300,11 @@ def outside_torch_mode() -> Iterator[None]:
         for mode in reversed(functions):
             torch.overrides._push_mode(mode)
         _THREAD.depth = depth
+
+
+def forward_number() -> tuple[int, int]:
+    """Returns what tells this run of torch code on views from all others of the process."""
+    return threading.get_ident(), getattr(_THREAD, "number", 0)
 
 
 def in_torch_mode() -> bool:

@@ -18,8 +18,17 @@ import jax
 import numpy as np
 import torch
 
-from model_adapters.bridge.views import TorchTensor, as_views, default_env, jax_view, remove_lowering
-from model_adapters.errors import UnsupportedModelError
+from model_adapters.bridge.views import (
+    TorchTensor,
+    as_views,
+    default_env,
+    is_view,
+    jax_view,
+    remove_lowering,
+    set_first_operand,
+    torchax,
+)
+from model_adapters.errors import InvalidArgumentError, UnsupportedModelError
 from model_adapters.lowerings import strides
 from model_adapters.lowerings.inverse_views import inverse_of
 from model_adapters.ops import registry
@@ -83,16 +92,18 @@ def install() -> None:
     as_strided = torch.ops.aten.as_strided.default
 
     def dispatch(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        kind = _kind_of(func)
+        kind, kwargs = _kind_of(func), kwargs or {}
         if kind.has_views:
-            return func(*args, **(kwargs or {}))  # as one of its overloads, which `env` gets
+            return func(*args, **kwargs)  # as one of its overloads, which `env` gets
         if kind.changes_shape:
-            return _changed_in_shape(func, args, kwargs or {})
+            return _changed_in_shape(func, args, kwargs)
+        if func is torch.einsum and sum(map(is_view, jax.tree.leaves((args, kwargs), is_leaf=is_view))) == 1:
+            raise torchax.tensor.OperatorNotFound("einsum of one operand consists of views")
         if func is as_strided and _is_part(args[0]):
-            args = _of_base(*args, **(kwargs or {}))
+            args = _of_base(*args, **kwargs)
             kwargs = {}
         result = theirs(func, types, args, kwargs)
-        _note(theirs, func, kind, types, args, kwargs or {}, result)
+        _note(theirs, func, kind, types, args, kwargs, result)
         return result
 
     env.dispatch = dispatch
@@ -103,6 +114,9 @@ def install() -> None:
     TorchTensor.data = property(_detach, _rebound)
     TorchTensor.contiguous = _contiguous
     TorchTensor.resolve_conj = _resolve_conj
+    TorchTensor.fill_diagonal_ = _fill_diagonal
+    remove_lowering(torch.Tensor.resize_)  # torchax resamples there
+    set_first_operand(torch.stft, _in_c_order)  # PyTorch takes its parts by the strides of its own tensor
     remove_lowering(torch.tensor_split)  # as a function of arrays; it consists of views
 
 
@@ -356,7 +370,8 @@ def _changed_in_shape(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
     tensor, *rest = args
     packet = getattr(torch.ops.aten, func._schema.name.partition("::")[2].removesuffix("_"), None)
     overload = getattr(packet, func._overloadname, None) or _first_of_views(packet)
-    if overload is None or not _kind_of(overload).makes_views or not isinstance(tensor, TorchTensor):
+    is_view_of_it = isinstance(overload, torch._ops.OpOverload) and _kind_of(overload).makes_views
+    if not is_view_of_it or not isinstance(tensor, TorchTensor):
         raise UnsupportedModelError(f"{func.name()}: expected a change of shape that is a view; use view and clone")
     with default_env()._dispatch_mode:
         view = overload(tensor, *rest, **kwargs)
@@ -364,6 +379,7 @@ def _changed_in_shape(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
     if view is not tensor:
         moved(tensor, view)
         tensor._array = array
+        torch._C._swap_tensor_impl(tensor, view)  # PyTorch's own code asks it for the shape
     return tensor
 
 
@@ -382,6 +398,8 @@ def _rebound(self: Any, other: torch.Tensor) -> None:
     """
     self._alias = None
     (source,) = as_views((other,))
+    if self._array.shape != source._elem.shape or self.dtype != source.dtype:
+        torch._C._swap_tensor_impl(self, TorchTensor(source._elem, default_env()))
     self._array = source._elem
     share(self, source, lambda array: array, lambda full, new: new)
     self._strided = source._strided
@@ -407,6 +425,24 @@ def _resolve_conj(self: Any) -> torch.Tensor:
     """Computes ``tensor.resolve_conj()``: a copy of a conjugate view, else `self`."""
     num_turns = 0 if self._alias is None else sum(each.is_conjugate for each in self._alias.path())
     return TorchTensor(self._elem, self._env) if num_turns % 2 else self
+
+
+def _fill_diagonal(self: Any, fill_value: Any, wrap: bool = False) -> torch.Tensor:
+    """Computes ``tensor.fill_diagonal_()``, where PyTorch reads strides of its own tensor."""
+    if self.ndim < 2 or (self.ndim > 2 and len(set(self.shape)) > 1):
+        raise InvalidArgumentError(
+            f"fill_diagonal_: expected two axes, or more of equal lengths, got the shape {tuple(self.shape)}"
+        )
+    rows = np.arange(self.shape[0] if wrap and self.ndim == 2 else min(self.shape))
+    columns = rows % (self.shape[1] + 1)
+    is_inside = columns < self.shape[1]
+    self[tuple(torch.from_numpy(each[is_inside]) for each in (rows, *(columns,) * (self.ndim - 1)))] = fill_value
+    return self
+
+
+def _in_c_order(tensor: Any) -> Any:
+    """Returns `tensor`, or a copy if it may be a part of another or in another order."""
+    return TorchTensor(tensor._elem, default_env()) if _is_part(tensor) else tensor
 
 
 def _is_part(tensor: Any) -> bool:

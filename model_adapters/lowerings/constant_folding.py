@@ -16,7 +16,6 @@ import jax
 import torch
 
 from model_adapters.bridge.views import TorchTensor, default_env
-from model_adapters.errors import UnsupportedModelError
 from model_adapters.once import once
 
 LARGEST_BYTES = 1 << 22
@@ -85,7 +84,6 @@ def _dispatch(theirs: _Dispatch, func: Any, types: Any, args: Any, kwargs: Any) 
     read = (args[1:], kwargs) if _name(func) in _OF_SHAPES else (args, kwargs)
     tensors = [x for x in torch.utils._pytree.tree_leaves(read) if isinstance(x, torch.Tensor)]
     if any(is_traced(x) for x in tensors):
-        _check_not_written(func, args)
         return theirs(func, types, args, kwargs)
     with jax.ensure_compile_time_eval():
         result = theirs(func, types, args, kwargs)
@@ -124,16 +122,3 @@ def is_assignment(func: Any) -> bool:
 
 def _name(func: Any) -> str:
     return getattr(func, "__name__", "").partition(".")[0]
-
-
-def _check_not_written(func: Any, args: Any) -> None:
-    """Raises UnsupportedModelError if traced values would be written into a host tensor.
-
-    Such a tensor cannot hold them.
-    """
-    target = args[0] if args else None
-    if writes_in_place(func) and type(target) is torch.Tensor:
-        raise UnsupportedModelError(
-            f"the model's code writes computed values into a tensor on the host ({getattr(func, '__name__', func)}); "
-            "it would have to make that tensor on the device of its inputs"
-        )

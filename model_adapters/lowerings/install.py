@@ -18,6 +18,7 @@ from model_adapters.lowerings import (
     constant_folding,
     custom_ops,
     deferred_checks,
+    host_writes,
     linear_algebra,
     masked_writes,
     resize,
@@ -39,6 +40,7 @@ from model_adapters.lowerings.indexing import (
 from model_adapters.lowerings.matmul import _addmm, _attention, _grouped_mm, _linear
 from model_adapters.lowerings.reductions import _layer_norm, _mean, _softmax, _sum
 from model_adapters.lowerings.torchax_fixes import (
+    _fill_with_normal_numbers,
     _keep_values_of_new_tensors,
     _mend_copy,
     _mend_type_as,
@@ -80,6 +82,7 @@ def install() -> None:
     accept_host_tensors()
     _write_items()
     _mend_copy()
+    _fill_with_normal_numbers()
     _mend_type_as()
     _order_equal_values()
     _understand_stored_lengths()
@@ -101,4 +104,5 @@ def install() -> None:
     aliases.install()
     _keep_values_of_new_tensors()
     _tell_missing_at_once()
+    host_writes.install()
     special_cases.refuse_autocast()  # the last, so that it is asked first

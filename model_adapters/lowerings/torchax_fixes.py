@@ -31,6 +31,16 @@ def _mend_copy() -> None:
     set_raw_lowering(torch.ops.aten.copy_, copy)
 
 
+def _fill_with_normal_numbers() -> None:
+    """Fixes ``tensor.normal_()``, whose arguments torchax 0.0.13 does not pass on."""
+
+    def normal(x: torch.Tensor, mean: float = 0.0, std: float = 1.0, generator: Any = None) -> torch.Tensor:
+        write(x, torch.randn_like(x) * std + mean)
+        return x
+
+    set_raw_lowering(torch.ops.aten.normal_, normal)
+
+
 def _view_bits() -> None:
     """Registers ``tensor.view(dtype)``, which torchax 0.0.13 takes for a shape."""
 
@@ -91,6 +101,14 @@ def _stay_on_device() -> None:
         return theirs(x, dtype, None if constant_folding.is_traced(x) else device)
 
     env._to_copy = to_copy
+    by_arguments = env._torch_Tensor_to
+
+    def to(args: Any, kwargs: Any) -> torch.Tensor:
+        flags = [each for each in args if isinstance(each, bool)]  # non_blocking and copy
+        found: torch.Tensor = by_arguments(args, kwargs)
+        return found.clone() if kwargs.get("copy") or flags[1:] == [True] else found
+
+    env._torch_Tensor_to = to
     env.override_op_definition(torch.Tensor.cpu, lambda x, *args, **kwargs: x)
 
 

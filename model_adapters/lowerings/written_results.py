@@ -85,4 +85,6 @@ def _into(outputs: dict[str, Any], func: Any, args: Any, kwargs: Any) -> Any:
                 f"{tuple(result.shape)}, got {kind}; make it by empty_like of an input"
             )
         write(target, result)
-    return targets[0] if not isinstance(found, (tuple, list)) else type(found)(targets)
+    if not isinstance(found, (tuple, list)):
+        return targets[0]
+    return type(found)(*targets) if hasattr(found, "_fields") else type(found)(targets)

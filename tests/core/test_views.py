@@ -14,7 +14,7 @@ from view_checks import Module, check
 
 from model_adapters.bridge.extract import extract_jax
 from model_adapters.bridge.views import computing, to_torch_tensor
-from model_adapters.errors import UnsupportedModelError
+from model_adapters.errors import InvalidArgumentError, UnsupportedModelError
 from torchax_serve import to_jax
 
 VIEWS = {
@@ -78,6 +78,14 @@ VIEWS = {
     "broadcast_tensors": lambda x: torch.broadcast_tensors(x, x[:1])[0],
     "adjoint": lambda x: x.adjoint(),
     "type": lambda x: x.type(torch.float32),
+    "einsum that permutes": lambda x: torch.einsum("bij->jbi", x),
+    "einsum that changes nothing": lambda x: torch.einsum("bij", x),
+    "einsum of a diagonal": lambda x: torch.einsum("bii->bi", x[..., :3]),
+    "einsum of an ellipsis": lambda x: torch.einsum("b...->...b", [x]),
+    "einsum by numbers": lambda x: torch.einsum(x, [0, 1, 2], [2, 0, 1]),
+    "einsum that sums": lambda x: torch.einsum("bij->bj", x),
+    "to that copies": lambda x: x.to(torch.float32, copy=True),
+    "to that may copy": lambda x: x.to("cpu", torch.float32, False, False),
 }
 WRITES = {
     "add_": lambda part: part.add_(10),
@@ -128,6 +136,69 @@ def test_axes_are_added_and_removed_in_place():
         turned = x[1].t_().swapaxes_(0, 1).transpose_(1, 0)
         turned[0] = 5
         return x, other, turned, other.squeeze_(0) + 1
+
+    check(run)
+
+
+def test_tensors_whose_axes_change_in_place_go_through_pytorchs_own_code():
+    """Products, reshape and sizes, which PyTorch computes of the shape that its own tensor has."""
+
+    def run(x):
+        turned, one, other = x * 1, x[:1] * 2, x * 3
+        turned.transpose_(1, 2)
+        one.squeeze_(0).t_()
+        other.data = x[0].reshape(-1)[:5] * 2
+        products = x @ turned, torch.bmm(turned, x), one @ x, torch.nn.functional.linear(x, one.t())
+        return *products, turned.reshape(4, -1), one.size(0) + x, torch.cat([one, one]), other.reshape(1, -1) + 1
+
+    check(run)
+
+
+DIAGONALS = {
+    "of a part": lambda x: x[1].fill_diagonal_(4.0),
+    "of a turned part": lambda x: x[1].t().fill_diagonal_(4.0),
+    "wrapped": lambda x: x.view(12, 2).fill_diagonal_(0.0, wrap=True),
+    "of three axes": lambda x: x[:, :2, :2].fill_diagonal_(-1.0),
+}
+
+
+@pytest.mark.parametrize("name", DIAGONALS)
+def test_diagonals_are_filled(name):
+    def run(x):
+        x = x * 1
+        return x, DIAGONALS[name](x)
+
+    check(run)
+
+
+def test_a_diagonal_of_one_axis_is_refused():
+    weights, function = extract_jax(Module(lambda x: x.view(-1).fill_diagonal_(1.0)))
+    with pytest.raises(InvalidArgumentError, match="fill_diagonal_: expected two axes"):
+        function(weights, (np.ones((2, 3, 4), np.float32),))
+
+
+@pytest.mark.parametrize("change", [lambda x: x.resize_(30), lambda x: x.resize_as_(x[0]), lambda x: x.set_(x * 2)])
+def test_other_memory_of_another_size_is_refused_by_name(change):
+    weights, function = extract_jax(Module(lambda x: change(x * 1)))
+    with pytest.raises(UnsupportedModelError, match=r"aten::(resize|resize_as|set)_.*use view and clone"):
+        function(weights, (np.ones((2, 3, 4), np.float32),))
+
+
+def test_frames_of_parts_and_of_turned_signals():
+    def run(x):
+        parts = x.view(2, 12)[1:, ::2], x.view(12, 2).t(), x.view(2, 12)
+        options = {"window": x.new_ones(4), "center": False, "return_complex": True}
+        return [torch.view_as_real(torch.stft(y, 4, 2, **options)) for y in parts]
+
+    check(run)
+
+
+def test_numbers_drawn_into_a_part_of_a_tensor():
+    def run(x):
+        x = x * 1
+        x[0].normal_(2.0, 0.0)
+        x[1, 0].normal_(mean=3.0, std=0.0)
+        return (x,)
 
     check(run)
 
