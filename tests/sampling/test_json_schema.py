@@ -390,12 +390,54 @@ def test_schemas_that_no_grammar_holds_are_named(schema, said):
             },
             "propertyNames with a pattern next to properties without additionalProperties",
         ),
+        ({"const": 2**53 + 1}, "const: expected integers that are float64 numbers"),
+        ({"enum": ["a", {"id": [2**63]}]}, "enum: expected integers that are float64 numbers"),
+        ({"type": "integer", "minimum": 10**25}, "minimum: expected a range with numbers within"),
+        ({"type": "number", "exclusiveMaximum": -(10**25)}, "exclusiveMaximum: expected a range with numbers within"),
         ({"$dynamicRef": "#node"}, r"a schema without \$dynamicRef, got one; write \$ref"),
     ],
 )
 def test_keywords_that_no_grammar_holds_are_named(schema, said):
     with pytest.raises(InvalidArgumentError, match=said):
         json_grammar(schema)
+
+
+FAR = 2**63
+RANGES = {
+    "of int64": (
+        {"type": "integer", "minimum": -FAR, "maximum": FAR - 1},
+        [0, 5, 1024 - FAR, FAR - 1],
+        [FAR, -FAR - 1],
+    ),
+    "of uint64": ({"type": "integer", "minimum": 0, "maximum": 2 * FAR - 1}, [0, 7, FAR - 1], [2 * FAR, -1]),
+    "from int64's end": ({"type": "integer", "minimum": -FAR}, [0, 10**18, 1024 - FAR], [-FAR - 1]),
+    "without the ends": (
+        {"type": "integer", "exclusiveMinimum": -FAR - 1, "exclusiveMaximum": FAR},
+        [0, FAR - 1, 1024 - FAR],
+        [FAR, -FAR - 1],
+    ),
+    "far from zero": ({"type": "integer", "minimum": 10**18}, [10**18, 10**18 + 7], [10**18 - 1, 1]),
+    "far below zero": ({"type": "integer", "maximum": -(10**18)}, [-(10**18), -(10**18) - 7], [1 - 10**18, 1]),
+    "beyond float64": (
+        {"type": "integer", "minimum": 2**53 + 1, "maximum": 2**53 + 3},
+        [2**53 + 2],
+        [2**53, 2**53 + 4],
+    ),
+    "the opposite": ({"type": "integer", "not": {"minimum": 2**53 + 1}}, [0, 2**53], [2**53 + 2, 2**53 + 1]),
+    "of float64": ({"type": "number", "minimum": 0, "maximum": 1.7976931348623157e308}, [0, 0.5, 10**15], [-1]),
+    "of a float": ({"type": "number", "minimum": -1e30, "maximum": 1e30}, [-7, 0.5], [10**31]),
+    "of any number": ({"minimum": 0, "maximum": FAR - 1}, [5, 0.5], [-1, FAR + 10**4]),
+    "constants": ({"enum": [2**60, -(2**60), 10**16]}, [2**60, -(2**60), 10**16], [2**60 + 1, 10**16 + 1]),
+}
+
+
+@pytest.mark.parametrize("name", RANGES)
+def test_numbers_that_float64_does_not_have(name):
+    schema, followed, other = RANGES[name]
+    for values, is_valid in ((followed, True), (other, False)):
+        for value in values:
+            assert jsonschema.Draft202012Validator(schema).is_valid(value) is is_valid
+            assert takes(schema, value) is is_valid, value
 
 
 LEAVES = st.sampled_from([INTEGER, TEXT, {"type": "boolean"}, {"type": ["null", "integer"]}])

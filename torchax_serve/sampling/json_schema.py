@@ -12,6 +12,7 @@ from model_adapters.errors import InvalidArgumentError
 from torchax_serve.sampling.schema_facts import PARTS, Facts, facts_of, names_of, parts_of, shapes_of, target_of
 from torchax_serve.sampling.schema_keywords import in_fewer_keywords
 from torchax_serve.sampling.schema_negation import all_of, any_of, negation_of
+from torchax_serve.sampling.schema_numbers import with_numbers_held
 
 MAX_NODES = 40_000
 """Most parts and properties of a closed schema; in a combined one each part has the properties of the others."""
@@ -80,6 +81,7 @@ class _Closer:
             return schema
         if "$ref" in schema:
             return {"$ref": self._reference(schema["$ref"], group)}
+        schema = with_numbers_held(schema)
         found = {key: self._inner(key, value) for key, value in schema.items() if key not in PARTS}
         members = [key for key in PARTS if self._has_objects(schema.get(key))]
         has_own = isinstance(schema.get("properties"), dict)
