@@ -390,6 +390,35 @@ def test_other_spellings_of_calls(family, answer, content, num_calls):
         assert parsed(family, "", pieces) == expected
 
 
+NO_ARGUMENTS = [  # calls of functions without arguments, whose place is empty or null
+    ("hermes", '<tool_call>{"name": "clock", "arguments": null}</tool_call>', ""),
+    ("hermes", 'Now.<tool_call>{"name": "clock", "arguments": ""}</tool_call>', "Now."),
+    ("llama", '{"name": "clock", "parameters": null}', ""),
+    ("kimi", "<|tool_call_begin|>functions.clock:0<|tool_call_argument_begin|><|tool_call_end|>", ""),
+    ("deepseek", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>clock\n```json\n\n```<｜tool▁call▁end｜>", ""),
+    ("deepseek-v3.1", "<｜tool▁call▁begin｜>clock<｜tool▁sep｜><｜tool▁call▁end｜>", ""),
+    ("gpt-oss", "<|channel|>commentary to=functions.clock <|constrain|>json<|message|><|call|>", ""),
+]
+
+
+@pytest.mark.parametrize(("family", "answer", "content"), NO_ARGUMENTS)
+def test_calls_without_arguments(family, answer, content):
+    rng = random.Random(answer)
+    for pieces in ([answer], list(answer), *(cuts(answer, rng) for _ in range(20))):
+        assert parsed(family, "", pieces) == (content, "", [("clock", {})])
+
+
+@pytest.mark.parametrize(
+    ("family", "answer"),
+    [
+        ("kimi", "<|tool_call_begin|>functions.clock:0<|tool_call_argument_begin|>"),
+        ("deepseek-v3.1", "<｜tool▁call▁begin｜>clock<｜tool▁sep｜> "),
+    ],
+)
+def test_a_call_that_is_cut_in_front_of_its_arguments_is_none(family, answer):
+    assert parsed(family, "", [answer])[2] == []
+
+
 def test_reasoning_of_kimi_ends_at_a_call():
     call = f"<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>{JSON}"
     assert parsed("kimi", "", list(f"<think>Hm.\n{call}<|tool_call_end|>")) == ("", "Hm.", [("weather", ARGUMENTS)])

@@ -137,6 +137,11 @@ class JsonCalls:
         """Returns nothing: what is not complete by now stays incomplete."""
         return []
 
+    def without_arguments(self) -> list[CallPiece]:
+        """Returns the call whose name stands in front of no arguments; none if there is other text."""
+        is_empty = self._given is not None and self._held is None and not (self.rest or self._scanner.stack)
+        return [CallPiece(self._given, "{}", is_last=True, id=self._given_id)] if is_empty else []
+
     def _outside(self, kind: str, text: str, value: str, depth: int, level: int, found: list[CallPiece]) -> None:
         """Takes a piece that is not in the arguments."""
         if kind == "key" and depth == level:

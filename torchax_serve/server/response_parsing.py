@@ -138,7 +138,9 @@ def _call(value: Any) -> CallPiece | None:
 
 
 def _arguments(value: Any) -> Mapping[str, Any] | None:
-    """Returns arguments, which some models write as the JSON text of an object; None for others."""
+    """Returns arguments, also of the JSON text of an object and of null; None for others."""
+    if value is None or value == "":
+        return {}
     if isinstance(value, str):
         try:
             value = json.loads(value)

@@ -168,6 +168,8 @@ class TolerantParser(ResponseParser):
         found: dict[str, Any] = {"raw": raw, "is_marked": self._is_marked}
         if stream is not None:
             found["pieces"] = [*self._pieces, *([] if self._is_none else stream.close())]
+            if self._closing and not self._has_calls and not found["pieces"] and isinstance(stream, JsonCalls):
+                found["pieces"] = stream.without_arguments()
             self._has_calls = self._has_calls or bool(found["pieces"])
             found |= {"has_calls": self._has_calls, "rest": "" if self._is_over_at_rest(field) else stream.rest}
         self._stream, self._pieces = None, []
