@@ -11,7 +11,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from model_adapters.loading.model_source import EMBEDDED
 from torchax_serve import SamplingParams
+from torchax_serve.server.infill_limits import LineLimits
 from torchax_serve.text.infill import ContextFile, FimTokens
+from torchax_serve.text.text_stream import AnswerStep
 
 MARKS = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|repo_name|>", "<|file_sep|>")
 PREFIX, SUFFIX, MIDDLE, REPOSITORY, FILE = range(1531, 1536)
@@ -125,6 +127,82 @@ def test_fields_of_editors_that_change_no_answer_are_taken(plain):
     assert found.json() == {"content": expected["content"], "tokens": []}
 
 
+def test_only_the_samplers_that_are_named_are_used(plain):
+    """What llama.vim sends; without the temperature in the list, a given one is not read, as in llama.cpp."""
+    body = {"input_prefix": BEFORE, "input_suffix": BEHIND, "n_predict": 8, "seed": 4, "ignore_eos": True}
+    options = {"temperature": 2.0, "repeat_penalty": 1.9, "min_p": 0.01, "top_k": 40, "top_p": 0.9}
+
+    def content(**fields):
+        response = plain.post("/infill", json={**body, **fields})
+        assert response.status_code == 200, response.text
+        return response.json()["content"]
+
+    named = content(samplers=["top_k", "top_p", "infill"], **options)
+    assert named == content(top_k=40, top_p=0.9, temperature=1, repeat_penalty=1, min_p=0)
+    assert named != content(**options)
+    everything = ["penalties", "dry", "temperature", "top_k", "typ_p", "top_p", "min_p", "xtc"]
+    assert content(samplers=everything, **options) == content(**options)
+    assert content(samplers=["top_k"], top_k=1) == content(temperature=0)
+
+
+def taken(text, size, **limits):
+    """What is left of an answer in pieces, and whether it was cut."""
+    line_limits, found = LineLimits(**limits), ""
+    for begin in range(0, len(text), size):
+        step = line_limits.take(AnswerStep(text[begin : begin + size], (1,)), 0.5)
+        found += step.text
+        if step.finish_reason is not None:
+            return found, True
+    return found, False
+
+
+@pytest.mark.parametrize(
+    ("text", "least_indent", "expected"),
+    [
+        ("x\n    y\n    z", 4, None),
+        ("x\n    y\n  z", 4, "x\n    y\n  "),
+        ("x\n\t\ty\n\n", 2, "x\n\t\ty\n"),
+        ("x = 1\ny", 1, "x = 1\n"),
+        ("x\n", 4, None),
+        ("x\ny", 0, None),
+    ],
+)
+def test_an_answer_ends_at_a_line_of_less_indentation(text, least_indent, expected):
+    for size in range(1, len(text) + 1):
+        assert taken(text, size, least_indent=least_indent) == (expected or text, expected is not None)
+
+
+def test_an_answer_ends_with_a_line_when_its_time_has_passed():
+    assert taken("a b\nc\nd", 1, most_s=0.4) == ("a b\n", True)
+    assert taken("a b\nc\nd", 1, most_s=0.6) == ("a b\nc\nd", False)
+    assert taken("a b", 1, most_s=0.4) == ("a b", False)
+
+
+def test_limits_of_lines_by_http(plain):
+    """The model is made to write line breaks; the stream has the same text and end as the complete answer."""
+    body = {"input_prefix": BEFORE, "input_suffix": BEHIND, "prompt": "", "n_predict": 40, "ignore_eos": True}
+    whole = next(
+        found
+        for seed in range(40)
+        if "\n" in (found := plain.post("/infill", json=body | {"seed": seed, "temperature": 2.0}).json())["content"]
+    )
+    seed = next(
+        seed
+        for seed in range(40)
+        if plain.post("/infill", json=body | {"seed": seed, "temperature": 2.0}).json()["content"] == whole["content"]
+    )
+    options = body | {"seed": seed, "temperature": 2.0}
+    for limit in ({"n_indent": 30}, {"t_max_predict_ms": 1}):
+        found = plain.post("/infill", json=options | limit).json()
+        assert whole["content"].startswith(found["content"]) and found["stop_type"] == "limit"
+        assert found["has_new_line"] and found["tokens_predicted"] <= whole["tokens_predicted"]
+    cut = plain.post("/infill", json=options | {"n_indent": 30}).json()
+    with plain.stream("POST", "/infill", json=options | {"n_indent": 30, "stream": True}) as response:
+        events = [json.loads(line[6:]) for line in response.iter_lines() if line.startswith("data: ")]
+    assert "".join(each["content"] for each in events) == cut["content"]
+    assert events[-1]["stop_type"] == "limit"
+
+
 @pytest.mark.parametrize(
     ("route", "fields", "message"),
     [
@@ -133,9 +211,20 @@ def test_fields_of_editors_that_change_no_answer_are_taken(plain):
         ("/v1/completions", {"prompt": [5, 6]}, "prompt: expected text next to suffix, got token ids"),
         ("/infill", {"n_predict": 0}, "n_predict: expected at least 1, or -1 for all there is room for, got 0"),
         ("/infill", {"repeat_penalty": 0}, "repeat_penalty: expected a number > 0, got 0"),
-        ("/infill", {"n_indent": 4}, "n_indent: expected 0; lines are not counted"),
-        ("/infill", {"samplers": ["top_k", "top_p", "infill"]}, "samplers: expected null; options are applied in one"),
-        ("/infill", {"t_max_predict_ms": 500}, "t_max_predict_ms: expected 0"),
+        ("/infill", {"n_indent": -1}, "n_indent: expected 0 or more, got -1"),
+        (
+            "/infill",
+            {"samplers": ["top_k", "tpo_p"]},
+            "samplers: expected of penalties, temperature, top_k, top_p, min_p",
+        ),
+        ("/infill", {"samplers": ["top_p", "top_k"], "top_p": 0.9, "top_k": 4}, "samplers: expected penalties, temp"),
+        (
+            "/infill",
+            {"samplers": ["top_p", "temperature"], "top_p": 0.9, "temperature": 0.5},
+            "samplers: expected penal",
+        ),
+        ("/infill", {"samplers": ["top_p", "top_p"], "top_p": 0.9}, "samplers: expected penalties, temperature"),
+        ("/infill", {"t_max_predict_ms": -5}, "t_max_predict_ms: expected 0 or more, got -5"),
         ("/infill", {"input_extra": [{"name": "a"}]}, "unknown field 'input_extra[0].name'; leave it out"),
     ],
 )

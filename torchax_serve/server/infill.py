@@ -16,6 +16,7 @@ from torchax_serve.server.context import ServerContext, context_of, follow
 from torchax_serve.server.errors import ApiError, bad_request
 from torchax_serve.server.fim_prompts import fim_tokens_of
 from torchax_serve.server.formats import finish_reason_of
+from torchax_serve.server.infill_limits import LineLimits, chosen_samplers, limited_steps
 from torchax_serve.server.model_requests import read_for_model
 from torchax_serve.server.model_service import ModelService, adapter_of, scoped_salt
 from torchax_serve.server.notes import note_once
@@ -28,6 +29,7 @@ from torchax_serve.text.infill import ContextFile
 from torchax_serve.text.text_stream import AnswerStep
 from torchax_serve.validation.argument_checks import short_repr
 
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repeat_penalty", "presence_penalty", "frequency_penalty")
 MAX_FILES = 256
 """Most files in front of a prompt."""
 _FIELDS = (
@@ -74,12 +76,19 @@ class InfillRequest(ApiRequest):
     ] = None
     cache_prompt: Annotated[bool | None, no_effect("prefixes are found without it")] = None
     id_slot: Annotated[int | None, no_effect("slots are chosen by the engine")] = None
-    samplers: Annotated[Any, refused("expected null; options are applied in one order")] = None
-    n_indent: Annotated[Any, refused("expected 0; lines are not counted", 0)] = None
+    samplers: Annotated[
+        Strings | None,
+        honoured("the samplers that are used, in the order here; others are off; `infill` is not applied"),
+    ] = None
+    n_indent: Annotated[
+        int | None, honoured("spaces or tabs of each new line; the answer ends at a line that has less")
+    ] = None
     n_probs: Annotated[Any, refused("expected 0; /v1/completions has logprobs", 0)] = None
     n_keep: Annotated[Any, refused("expected 0; prompts are not cut", 0)] = None
     t_max_prompt_ms: Annotated[Any, no_effect("llama.cpp's server does not limit that time either")] = None
-    t_max_predict_ms: Annotated[Any, refused("expected 0; times are limited by the server's options", 0)] = None
+    t_max_predict_ms: Annotated[
+        int | None, honoured("milliseconds behind the first token; then the answer ends with its next line")
+    ] = None
     typical_p: Annotated[Any, refused("expected 1", 1)] = None
     logit_bias: Annotated[Any, refused("expected none; /v1/completions has it", [], {})] = None
     grammar: Annotated[Any, refused("expected none; /v1/completions has structured_outputs", "")] = None
@@ -118,6 +127,9 @@ def _check(body: InfillRequest) -> None:
     if body.n_predict is not None and (body.n_predict < -1 or body.n_predict == 0):
         message = f"n_predict: expected at least 1, or -1 for all there is room for, got {body.n_predict}"
         raise bad_request(message, "n_predict", "invalid_value")
+    for name in ("n_indent", "t_max_predict_ms"):
+        if (getattr(body, name) or 0) < 0:
+            raise bad_request(f"{name}: expected 0 or more, got {getattr(body, name)}", name, "invalid_value")
     if len(body.input_extra or ()) > MAX_FILES:
         message = f"input_extra: expected at most {MAX_FILES} files, got {len(body.input_extra or ())}"
         raise bad_request(message, "input_extra", "invalid_value")
@@ -128,17 +140,15 @@ def _check(body: InfillRequest) -> None:
 
 def _as_completion(body: InfillRequest) -> CompletionRequest:
     """Returns the sampling options of a request as those of a plain completion."""
+    options = {name: getattr(body, name) for name in _SAMPLING}
+    if body.samplers is not None:
+        options = chosen_samplers(body.samplers, options)
+    options["repetition_penalty"] = options.pop("repeat_penalty")
     return CompletionRequest(
         model=body.model,
         prompt=body.input_prefix,
         stream=body.stream,
-        temperature=body.temperature,
-        top_k=body.top_k,
-        top_p=body.top_p,
-        min_p=body.min_p,
-        repetition_penalty=body.repeat_penalty,
-        presence_penalty=body.presence_penalty,
-        frequency_penalty=body.frequency_penalty,
+        **options,
         seed=None if body.seed == -1 else body.seed,
         stop=body.stop,
         ignore_eos=body.ignore_eos,
@@ -180,10 +190,15 @@ def _start(
     return _Started(answers[0], tokenizer.decode(prompt_ids))
 
 
+def _steps(body: InfillRequest, started: _Started) -> AsyncGenerator[AnswerStep]:
+    most_s = body.t_max_predict_ms / 1000 if body.t_max_predict_ms else None
+    return limited_steps(started.answer, LineLimits(body.n_indent or 0, most_s))
+
+
 async def _complete(context: ServerContext, body: InfillRequest, started: _Started) -> dict[str, Any]:
     """Returns the body of the complete answer."""
     steps = []
-    async with contextlib.aclosing(aiter(started.answer)) as found:
+    async with contextlib.aclosing(_steps(body, started)) as found:
         async for step in found:
             context.metrics.step(started.answer, step)
             steps.append(step)
@@ -195,7 +210,7 @@ async def _complete(context: ServerContext, body: InfillRequest, started: _Start
 async def _events(context: ServerContext, body: InfillRequest, started: _Started) -> AsyncGenerator[bytes]:
     """Yields the events of a streamed answer; the last one has all but the text and tokens."""
     steps = []
-    async with contextlib.aclosing(aiter(started.answer)) as found:
+    async with contextlib.aclosing(_steps(body, started)) as found:
         async for step in found:
             context.metrics.step(started.answer, step)
             steps.append(step)
