@@ -200,3 +200,17 @@ def test_all_fields_that_are_wrong_are_named_at_once(post):
     named = ["unknown fields 'best', 'nn'", "kv_transfer_params: expected null", "seed: expected ", "stop: expected "]
     assert all(text in error["message"] for text in named), error
     assert (error["param"], error["code"]) == ("best", "unknown_parameter") and error["message"].count("stop:") == 1
+
+
+def test_a_stop_string_may_not_be_complete_in_the_first_tokens(post):
+    """`min_tokens` as in vLLM: there, stop strings are not looked for in the text of those tokens."""
+    body = {"prompt": "The model", "max_tokens": 9, "allowed_token_ids": [5], "ignore_eos": True, "stop": "!"}
+
+    def found(**fields):
+        answer = post("/v1/completions", **body, **fields).json()
+        choice = answer["choices"][0]
+        return choice["text"], choice["finish_reason"], choice["stop_reason"], answer["usage"]["completion_tokens"]
+
+    assert found() == ("", "stop", "!", 1)
+    assert found(min_tokens=6) == ("!" * 6, "stop", "!", 7)
+    assert found(min_tokens=9) == ("!" * 9, "length", None, 9)

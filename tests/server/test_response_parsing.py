@@ -419,6 +419,26 @@ def test_a_call_that_is_cut_in_front_of_its_arguments_is_none(family, answer):
     assert parsed(family, "", [answer])[2] == []
 
 
+@pytest.mark.parametrize(
+    ("family", "call", "closing"),
+    [
+        ("hermes", f"<tool_call>\n{CALL}", "\n</tool_call>"),
+        ("kimi", f"<|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>{JSON}", "<|tool_call_end|>"),
+        (
+            "deepseek",
+            f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n{JSON}",
+            "\n```<｜tool▁call▁end｜>",
+        ),
+        ("gpt-oss", f"<|channel|>commentary to=functions.weather<|message|>{JSON}", "<|call|>"),
+        ("qwen-xml", f"<tool_call>\n{CALL}", "\n</tool_call>"),
+    ],
+)
+def test_a_closing_text_that_is_cut_is_no_content(family, call, closing):
+    for length in range(len(closing) + 1):
+        assert parsed(family, "", [call + closing[:length]]) == ("", "", [("weather", ARGUMENTS)])
+    assert parsed(family, "", [f"{call} other"])[0] == "other"
+
+
 def test_reasoning_of_kimi_ends_at_a_call():
     call = f"<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>{JSON}"
     assert parsed("kimi", "", list(f"<think>Hm.\n{call}<|tool_call_end|>")) == ("", "Hm.", [("weather", ARGUMENTS)])

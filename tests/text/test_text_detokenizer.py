@@ -225,3 +225,15 @@ def test_stop_strings_do_not_depend_on_the_pieces(text, stops, cuts):
     if watch.found is None:
         shown += watch.flush()
     assert shown == expected
+
+
+@pytest.mark.parametrize("num_first", range(7))
+def test_pieces_that_may_not_end_a_text_complete_no_stop_string(num_first):
+    """As vLLM's `min_tokens`: a stop string counts if it is complete behind the first tokens."""
+    text, stop = "abxaab", "ab"
+    watch, shown = StopStrings([stop]), ""
+    for index, char in enumerate(text):
+        shown += watch.push(char, may_end=index >= num_first)
+    shown += watch.flush()
+    end = next((i for i in range(num_first, len(text)) if text[: i + 1].endswith(stop)), None)
+    assert (shown, watch.found) == ((text, None) if end is None else (text[: end + 1 - len(stop)], stop))

@@ -194,4 +194,5 @@ def step_decoder(model: TextModel, request: Request, options: AnswerOptions) -> 
         request.params.given.stop_token_ids or (),
         include_stop=options.include_stop,
         silent_ids={*request.params.stop_ids, *options.silent_ids} if options.is_parsed else (),
+        min_tokens=request.params.min_new_tokens,
     )

@@ -1,4 +1,4 @@
-"""Options of llama.cpp's ``/infill`` that plain completions have not: chosen samplers, ends at lines."""
+"""Options of ``/infill`` that plain completions lack: chosen samplers, ends at lines."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _WITHOUT_OPTION = frozenset({"dry", "top_n_sigma", "typ_p", "typical_p", "xtc", 
 
 
 def chosen_samplers(names: Sequence[str], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns sampling options by which a sampler that is not named is not used, as in llama.cpp's server.
+    """Returns sampling options by which samplers that are not named are off, as in llama.cpp.
 
     Args:
         names: Value of ``samplers``, in the order of the request.

@@ -49,7 +49,7 @@ class TextRequest(ApiRequest):
     include_stop_str_in_output: Annotated[bool | None, honoured("the answer's text has the stop string")] = None
     stop_token_ids: Annotated[Ids | None, honoured("token ids that end the answer")] = None
     ignore_eos: Annotated[bool | None, honoured("an end-of-sequence token does not end the answer")] = None
-    min_tokens: Annotated[int | None, honoured("tokens before the answer may end")] = None
+    min_tokens: Annotated[int | None, honoured("tokens before the answer may end, also at a stop string")] = None
     temperature: Annotated[float | None, honoured("0 is greedy; by default as the model's generation config")] = None
     top_p: Annotated[float | None, honoured("nucleus sampling, above 0 and up to 1")] = None
     top_k: Annotated[int | None, honoured("sample from so many tokens; 0 and -1 switch it off")] = None

@@ -171,7 +171,8 @@ class TolerantParser(ResponseParser):
             if self._closing and not self._has_calls and not found["pieces"] and isinstance(stream, JsonCalls):
                 found["pieces"] = stream.without_arguments()
             self._has_calls = self._has_calls or bool(found["pieces"])
-            found |= {"has_calls": self._has_calls, "rest": "" if self._is_over_at_rest(field) else stream.rest}
+            is_dropped = self._is_over_at_rest(field) or self._may_be_closing(field, stream.rest)
+            found |= {"has_calls": self._has_calls, "rest": "" if is_dropped else stream.rest}
         self._stream, self._pieces = None, []
         num_before = len(events)
         try:
@@ -186,6 +187,12 @@ class TolerantParser(ResponseParser):
         for event in events[num_before:]:
             event.update(found)
         self._output.clear()  # events have all of it
+
+    def _may_be_closing(self, field: str | None, rest: str) -> bool:
+        """Returns whether text behind the arguments begins the closing text of a cut answer."""
+        closing = None if field is None else self._spec.fields[field].close_re
+        rest = rest.strip()  # line breaks in front belong to the JSON text
+        return closing is not None and any(closing.fullmatch(each, partial=True) for each in (rest, f"\n{rest}"))
 
     def _is_over_at_rest(self, field: str | None) -> bool:
         """Returns whether the region has ended in front of text that is no call."""

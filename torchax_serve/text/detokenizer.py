@@ -254,13 +254,16 @@ class StopStrings:
         self._held = ""
         self.found: str | None = None
 
-    def push(self, piece: str) -> str:
-        """Takes a piece; returns the text that is final, and nothing once a stop string was `found`."""
+    def push(self, piece: str, *, may_end: bool = True) -> str:
+        """Takes a piece; returns the text that is final, and nothing once a stop string was `found`.
+
+        Where the piece may not end the text, stop strings that are complete with it are text.
+        """
         if self.found is not None:
             return ""
         text = self._held + piece
         matches = [(start + len(stop), start, stop) for stop in self._stop_strings if (start := text.find(stop)) >= 0]
-        if matches:
+        if matches and may_end:
             _, start, self.found = min(matches)
             self._held = ""
             return text[:start]

@@ -48,6 +48,7 @@ class StepDecoder:
         stop_token_ids: Tokens that end it because the request named them; they have no text.
         include_stop: Whether the text has the stop string or the stop token.
         silent_ids: Further tokens without text.
+        min_tokens: Tokens that may complete no stop string, the first ones of the answer.
     """
 
     def __init__(
@@ -58,8 +59,10 @@ class StepDecoder:
         *,
         include_stop: bool = False,
         silent_ids: Collection[int] = (),
+        min_tokens: int = 0,
     ) -> None:
         self._detokenizer = detokenizer
+        self._num_to_go = min_tokens
         self._stops = StopStrings(stop_strings) if stop_strings else None
         self._stop_token_ids = frozenset(stop_token_ids)
         self._include_stop, self._silent_ids = include_stop, frozenset(silent_ids)
@@ -94,11 +97,13 @@ class StepDecoder:
         """Returns the text of a step up to a stop string, and how many tokens it takes."""
         pieces: list[str] = []
         for index, token_id in enumerate(token_ids):
-            pieces.append(stops.push(self._detokenizer.push(int(token_id)) if self._is_shown(token_id) else ""))
+            piece = self._detokenizer.push(int(token_id)) if self._is_shown(token_id) else ""
+            pieces.append(stops.push(piece, may_end=self._num_to_go <= 0))
+            self._num_to_go -= 1
             if stops.found is not None:
                 return "".join(pieces), index + 1
         if ends:
-            pieces.append(stops.push(self._detokenizer.flush()))
+            pieces.append(stops.push(self._detokenizer.flush(), may_end=self._num_to_go < 0))
             if stops.found is None:
                 pieces.append(stops.flush())
         return "".join(pieces), len(token_ids)
