@@ -19,6 +19,7 @@ from model_adapters.bridge.views import TorchTensor, as_views, default_env, forw
 from model_adapters.errors import UnsupportedModelError
 from model_adapters.lowerings import aliases, constant_folding
 
+_BASE: Any = torch.Tensor._base
 _MADE = "_torchax_serve_made"
 """The attribute of a tensor on the host that says which trace of which forward has made it."""
 
@@ -76,7 +77,7 @@ def _num_holders(tensor: torch.Tensor) -> int:
 def _become_view(tensor: torch.Tensor, func: Any) -> None:
     """Makes `tensor`, and what it is a view of, torch views of the arrays that they have."""
     with no_dispatch(), torch._C.DisableTorchFunction():
-        viewed = torch.Tensor._base.__get__(tensor)
+        viewed = _BASE.__get__(tensor)
         base = tensor if viewed is None else viewed
         is_known = getattr(base, _MADE, None) == _now() and _num_holders(tensor) == 1 + (base is not tensor)
         place = tensor.size(), tensor.stride(), tensor.storage_offset()

@@ -27,7 +27,7 @@ def install() -> None:
     def dispatch(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         kwargs = kwargs or {}
         outputs = {name: value for name, value in kwargs.items() if _is_output(func, name, value)}
-        if outputs:
+        if outputs and any(map(is_view, torch.utils._pytree.tree_leaves((args, kwargs)))):
             return _into(outputs, func, args, {name: kwargs[name] for name in kwargs.keys() - outputs.keys()})
         try:
             return theirs(func, types, args, kwargs)

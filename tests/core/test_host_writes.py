@@ -47,14 +47,15 @@ def by_operators(x):
 
 
 def by_out(x):
-    y, wide = torch.empty(2, 3, 4), torch.zeros(2, 3, 8)
+    y, wide, half = torch.empty(2, 3, 4), torch.zeros(2, 3, 8), torch.ones(4)
+    torch.mul(half, 0.5, out=half)  # all on the host
     torch.mul(x, 2, out=y)
     torch.add(x, 1, out=wide[..., ::2])
     values, places = torch.zeros(2, 3), torch.zeros(2, 3, dtype=torch.long)
     torch.max(x, 2, out=(values, places))
     kept = torch.empty(2, 3)
     torch.linalg.svd(x, False, out=(torch.empty(2, 3, 3), kept, torch.empty(2, 3, 4)))
-    return y, wide, values, places * 1.0, kept
+    return y, wide, values, places * 1.0, kept, x * half
 
 
 def of_values_of_the_host(x):
