@@ -1,5 +1,6 @@
 """Text in a gap: ``suffix`` of ``/v1/completions`` by OpenAI's client, and ``/infill`` by plain requests."""
 
+import asyncio
 import json
 import shutil
 
@@ -11,7 +12,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from model_adapters.loading.model_source import EMBEDDED
 from torchax_serve import SamplingParams
-from torchax_serve.server.infill_limits import LineLimits
+from torchax_serve.server.infill_limits import LineLimits, limited_steps
 from torchax_serve.text.infill import ContextFile, FimTokens
 from torchax_serve.text.text_stream import AnswerStep
 
@@ -178,29 +179,38 @@ def test_an_answer_ends_with_a_line_when_its_time_has_passed():
     assert taken("a b", 1, most_s=0.4) == ("a b", False)
 
 
-def test_limits_of_lines_by_http(plain):
-    """The model is made to write line breaks; the stream has the same text and end as the complete answer."""
-    body = {"input_prefix": BEFORE, "input_suffix": BEHIND, "prompt": "", "n_predict": 40, "ignore_eos": True}
-    whole = next(
-        found
-        for seed in range(40)
-        if "\n" in (found := plain.post("/infill", json=body | {"seed": seed, "temperature": 2.0}).json())["content"]
-    )
-    seed = next(
-        seed
-        for seed in range(40)
-        if plain.post("/infill", json=body | {"seed": seed, "temperature": 2.0}).json()["content"] == whole["content"]
-    )
-    options = body | {"seed": seed, "temperature": 2.0}
-    for limit in ({"n_indent": 30}, {"t_max_predict_ms": 1}):
-        found = plain.post("/infill", json=options | limit).json()
-        assert whole["content"].startswith(found["content"]) and found["stop_type"] == "limit"
-        assert found["has_new_line"] and found["tokens_predicted"] <= whole["tokens_predicted"]
-    cut = plain.post("/infill", json=options | {"n_indent": 30}).json()
-    with plain.stream("POST", "/infill", json=options | {"n_indent": 30, "stream": True}) as response:
-        events = [json.loads(line[6:]) for line in response.iter_lines() if line.startswith("data: ")]
-    assert "".join(each["content"] for each in events) == cut["content"]
-    assert events[-1]["stop_type"] == "limit"
+class ScriptedAnswer:
+    """An answer of given texts, a token each."""
+
+    def __init__(self, texts):
+        self.texts, self.finish_reason, self.first_s, self.is_cancelled = texts, None, 0.0, False
+
+    async def __aiter__(self):
+        for index, text in enumerate(self.texts):
+            self.finish_reason = "stop" if index == len(self.texts) - 1 else None
+            yield AnswerStep(text, (index,), finish_reason=self.finish_reason)
+
+    def cancel(self):
+        self.is_cancelled = True
+
+
+@pytest.mark.parametrize(
+    ("limits", "text", "reason"),
+    [
+        ({}, "a\n  b\nc", "stop"),
+        ({"least_indent": 2}, "a\n  b\n", "length"),
+        ({"most_s": 0.001}, "a\n", "length"),
+    ],
+)
+def test_an_answer_that_a_limit_ends_is_cancelled(limits, text, reason):
+    answer = ScriptedAnswer(["a", "\n", "  b", "\n", "c"])
+
+    async def steps():
+        return [step async for step in limited_steps(answer, LineLimits(**limits))]
+
+    found = asyncio.run(steps())
+    assert ("".join(step.text for step in found), found[-1].finish_reason) == (text, reason)
+    assert answer.finish_reason == reason and answer.is_cancelled is (reason == "length")
 
 
 @pytest.mark.parametrize(
