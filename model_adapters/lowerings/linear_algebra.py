@@ -14,7 +14,8 @@ from model_adapters.errors import UnsupportedModelError
 
 def install() -> None:
     """Registers the lowerings in torchax's table."""
-    set_lowering(torch.ops.aten.cholesky, _cholesky)
+    if hasattr(torch.ops.aten, "cholesky"):  # torch has it no more from 2.14 on
+        set_lowering(torch.ops.aten.cholesky, _cholesky)
     set_lowering(torch.ops.aten.cholesky_solve, _cholesky_solve)
     set_lowering(torch.ops.aten.cholesky_inverse, _cholesky_inverse)
     set_lowering(torch.cdist, _cdist)
