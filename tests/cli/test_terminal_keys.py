@@ -7,8 +7,10 @@ import signal
 import stat
 import subprocess
 import sys
+import tempfile
 import termios
 import threading
+from pathlib import Path
 
 import pytest
 from fake_terminal import CTRL_C, CTRL_D, TAB, TIMEOUT_S, UP, Terminal, environment
@@ -92,15 +94,22 @@ def test_a_history_does_not_grow_without_end(tmp_path, monkeypatch):
     assert not (tmp_path / "elsewhere").exists()
 
 
-def test_tab_completes_pasted_lines_are_one_message_and_nothing_is_kept(tmp_path):
-    (tmp_path / "talk-of-today.json").write_text("[]")
+@pytest.fixture
+def short_path():
+    """A folder whose files' names fit on a line of the terminal; those of `tmp_path` may not."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)
+
+
+def test_tab_completes_pasted_lines_are_one_message_and_nothing_is_kept(tmp_path, short_path):
+    (short_path / "talk-of-today.json").write_text("[]")
     with Terminal("run", "--no-history", TERM="xterm", XDG_STATE_HOME=str(tmp_path / "state")) as terminal:
         terminal.wait_for("/help lists the commands", ">>>")
         terminal.type("/sys" + TAB)
         terminal.wait_for("/sys", "tem")
         terminal.type("Be kind\r")
         terminal.wait_for("system prompt set", ">>>")
-        terminal.type(f"/save {tmp_path}/talk" + TAB)
+        terminal.type(f"/save {short_path}/talk" + TAB)
         terminal.wait_for("today.json")
         terminal.type("\r")
         terminal.wait_for("exists and is not of this conversation", ">>>")
