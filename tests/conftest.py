@@ -12,7 +12,8 @@ import jax
 import pytest
 import shared_programs
 from crashed_workers import pytest_sessionfinish, pytest_testnodedown  # noqa: F401
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from shared_programs import programs_are_shared, pytest_runtest_protocol, pytest_unconfigure  # noqa: F401
 from thorough import is_in_part, part
 
@@ -21,6 +22,12 @@ from parity_sweep.sweep import QUICK_COMPILATION
 # Machines are slow at times: an example that takes long is no fault. A run that fails can be run again.
 settings.register_profile("tests", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("tests")
+
+
+@given(st.none())
+def make_hypothesis_random(_):
+    """Has hypothesis make its source of random numbers, whose owner it does not find once that is frozen."""
+
 
 # A shell's background job ignores Ctrl-C, and so would the processes that tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -94,6 +101,7 @@ MAX_MAPS = 10_000
 def programs_are_let_go():
     """Lets go of what a module leaves: models, and with many memory maps JAX's programs, which others may use again."""
     if gc.get_freeze_count() == 0:  # half a million objects of the libraries, which each collection would visit
+        make_hypothesis_random()
         gc.collect()
         gc.freeze()
         gc.set_threshold(20_000, 50, 100)  # tracing makes millions of objects, few of which are garbage in cycles
