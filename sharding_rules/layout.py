@@ -8,6 +8,7 @@ by zeros in the next product.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -56,6 +57,19 @@ class Fused:
     axes: tuple[str, ...]
 
 
+@dataclass(frozen=True)
+class Parts:
+    """Parts that one dimension holds one after the other, each with its own heads.
+
+    Attributes:
+        sizes: elements of each part.
+        heads: heads of each part, which devices divide; 0: every device has all of the part.
+    """
+
+    sizes: tuple[int, ...]
+    heads: tuple[int, ...]
+
+
 @dataclass(frozen=True, eq=False)
 class DimLayout:
     """One dimension of a tensor on the devices.
@@ -67,6 +81,7 @@ class DimLayout:
         index: ``int64[size]``, source of each element, `ZERO` for a zero; None: as it was.
         sections: lengths of the parts of a fused dimension, on the mesh and all devices together; empty otherwise.
             Each device has its share of all of them, in order.
+        copied: numbers of the sections that every device has all of.
     """
 
     size_before: int
@@ -74,6 +89,7 @@ class DimLayout:
     mesh_axis: str | None
     index: np.ndarray | None
     sections: tuple[int, ...] = ()
+    copied: tuple[int, ...] = ()
 
 
 def padded_units(number: int, shards: int) -> AxisLayout:
@@ -134,6 +150,22 @@ def fused_dim(layouts: Sequence[AxisLayout], sizes: Sequence[int], shards: int, 
     index = np.concatenate(parts, axis=1).reshape(-1)
     sections = tuple(part.size for part in parts)
     return DimLayout(sum(sizes), len(index), mesh_axis, index, sections)
+
+
+def parts_dim(parts: Parts, shards: int, mesh_axis: str | None) -> DimLayout | None:
+    """Returns a dimension of `parts`, of which each device has its heads.
+
+    None where the devices do not divide all heads: nothing is filled up with zeros.
+    """
+    if any(heads % shards for heads in parts.heads):
+        return None
+    size = sum(parts.sizes)
+    if len(parts.sizes) == 1:
+        return DimLayout(size, size, mesh_axis, None)
+    copied = tuple(number for number, heads in enumerate(parts.heads) if not heads)
+    units = (tuple(range(part)) * (shards if number in copied else 1) for number, part in enumerate(parts.sizes))
+    layouts = [AxisLayout(part, of_part) for part, of_part in zip(parts.sizes, units, strict=True)]
+    return dataclasses.replace(fused_dim(layouts, parts.sizes, shards, mesh_axis), copied=copied)
 
 
 def take(array: np.ndarray, dim: int, layout: DimLayout, start: int = 0, stop: int | None = None) -> np.ndarray:

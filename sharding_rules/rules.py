@@ -20,7 +20,17 @@ from dataclasses import dataclass, field
 
 from jax.sharding import PartitionSpec
 
-from sharding_rules.layout import AxisLayout, DimLayout, Fused, fused_dim, layout_dim, layout_heads, padded_units
+from sharding_rules.layout import (
+    AxisLayout,
+    DimLayout,
+    Fused,
+    Parts,
+    fused_dim,
+    layout_dim,
+    layout_heads,
+    padded_units,
+    parts_dim,
+)
 
 MESH_AXES = ("data", "model", "expert")
 
@@ -36,6 +46,7 @@ LOGICAL_AXES: Mapping[str, str | None] = {
     "state": "model",  # channels of a convolution or a state space, each by itself
     "modulation": "model",  # scales and shifts, one row per image: divided weights, a short result that is gathered
     "columns": "model",  # whatever a product makes or takes where nothing more is known of it
+    "parts": "model",  # parts of a recurrent layer, each with its own heads, as the rule says
     "latent": None,  # a compressed key, value or query, shared by all heads
 }
 
@@ -65,12 +76,15 @@ class Rule:
             them all for replicated tensors of any rank.
         optional: whether a model of the family may have no such tensor; any other rule must be used.
         source: who says so, for people.
+        parts: what the dimension of the axis ``parts`` holds; of a convolution, which every device has all of, what
+            its channels are.
     """
 
     pattern: str
     axes: tuple[str | None, ...] | None
     optional: bool = False
     source: str = "table"
+    parts: Parts | None = None
 
 
 @dataclass(frozen=True)
@@ -122,7 +136,14 @@ class TensorPlacement:
     def layout_key(self) -> Hashable:
         """Equal for tensors that are laid out alike, whatever their names."""
         return tuple(
-            (dim.size_before, dim.size, dim.mesh_axis, dim.sections, None if dim.index is None else dim.index.tobytes())
+            (
+                dim.size_before,
+                dim.size,
+                dim.mesh_axis,
+                dim.sections,
+                dim.copied,
+                None if dim.index is None else dim.index.tobytes(),
+            )
             for dim in self.dims
         )
 
@@ -209,7 +230,7 @@ class _Placement:
             return f"{heads} query heads over {kv_heads} do not divide by {shards}, and zeros would change the result"
         return layouts
 
-    def dim(self, axis: str | None, size: int) -> DimLayout:
+    def dim(self, axis: str | None, size: int, parts: Parts | None) -> DimLayout:
         """Returns the layout of a dimension of `size`.
 
         It is undivided if its axis is, or cannot be divided.
@@ -217,6 +238,8 @@ class _Placement:
         undivided = DimLayout(size, size, None, None)
         if axis is None:
             return undivided
+        if axis == "parts":
+            return self._dim_of_parts(parts, size) or undivided
         if axis in FUSED_AXES:
             fused = FUSED_AXES[axis]
             shards = self.num_shards(fused.axes[0])
@@ -232,6 +255,14 @@ class _Placement:
             return undivided
         layout = self.layout_of(axis, size)
         return undivided if isinstance(layout, str) else layout_dim(layout, size, self.logical_axes[axis])
+
+    def _dim_of_parts(self, parts: Parts | None, size: int) -> DimLayout | None:
+        """Returns the layout of a dimension of `parts`; None where they cannot be divided."""
+        if parts is None or sum(parts.sizes) != size:
+            self.problems.append(f"a dimension of {size} is not made of {parts}")
+            return None
+        shards = self.num_shards("parts")
+        return None if shards == 1 else parts_dim(parts, shards, self.logical_axes["parts"])
 
     def _section_sizes(self, fused: Fused, size: int) -> list[int] | None:
         counts = [getattr(self.units, axis, None) or 1 for axis in fused.axes]
@@ -280,7 +311,7 @@ def place(
         if len(axes) != len(shape):
             run.problems.append(f"{name} {tuple(shape)}: rule {rule.pattern!r} has {len(axes)} axes")
             continue
-        dims = tuple(run.dim(axis, size) for axis, size in zip(axes, shape, strict=True))
+        dims = tuple(run.dim(axis, size, rule.parts) for axis, size in zip(axes, shape, strict=True))
         run.problems += _collisions(name, shape, dims)
         placed[name] = TensorPlacement(name, tuple(shape), dims, rule)
     run.problems += [

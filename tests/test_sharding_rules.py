@@ -20,7 +20,7 @@ from model_adapters.sharding.rule_selection import rules_for
 from parity_sweep.tiny.images import image_model
 from sharding_rules import HeadCounts, Rule, RuleTable, ShardingRuleError, place
 from sharding_rules.hf_tp_plans import WORDS, rules_from_tp_plan
-from sharding_rules.layout import ZERO, fused_dim, layout_heads, padded_units, take
+from sharding_rules.layout import ZERO, Parts, fused_dim, layout_heads, padded_units, parts_dim, take
 from sharding_rules.shape_inference import infer_rules
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64}
@@ -299,6 +299,19 @@ def test_a_device_of_a_fused_product_has_its_heads_of_all_three(kv_heads, group,
     start = data.draw(st.integers(0, dim.size))
     stop = data.draw(st.integers(start, dim.size))
     assert take(array, 0, dim, start, stop).tolist() == fused.reshape(-1)[start:stop].tolist()
+
+
+@given(shards=st.integers(1, 4), heads=st.integers(1, 3), width=st.integers(1, 3), copied=st.integers(1, 5))
+def test_a_device_has_its_heads_of_each_part_and_all_of_a_copied_one(shards, heads, width, copied):
+    sizes = (shards * heads * width, copied, shards * heads)
+    dim = parts_dim(Parts(sizes, (shards * heads, 0, shards * heads)), shards, "model")
+    array = np.arange(sum(sizes))
+    gate, of_all, steps = np.split(array, np.cumsum(sizes)[:-1])
+    for device, own in enumerate(take(array, 0, dim).reshape(shards, -1)):
+        wanted = [gate.reshape(shards, -1)[device], of_all, steps.reshape(shards, -1)[device]]
+        assert own.tolist() == np.concatenate(wanted).tolist()
+    assert (dim.size_before, dim.copied, sum(dim.sections)) == (sum(sizes), (1,), dim.size)
+    assert parts_dim(Parts((4,), (shards + 1,)), shards, "model") is None or shards == 1
 
 
 @given(number=st.integers(1, 1000), shards=st.integers(1, 64))

@@ -21,6 +21,8 @@ from model_adapters.bridge.views import jax_view, torch_view
 from model_adapters.caches.packed_batch import NotPackableError
 from model_adapters.ops.causal_convolution import causal_convolution, causal_windows
 from model_adapters.ops.segments import Segments
+from model_adapters.sharding.sharded_trace import divide_channels, divide_fused_input, gather_fused_result
+from sharding_rules.layout import DimLayout
 
 _asked: contextvars.ContextVar[StateLayer | None] = contextvars.ContextVar("asked", default=None)
 """The layer whose recurrent state was asked for last. Mamba's scan of a prompt is not given its state."""
@@ -142,23 +144,32 @@ def only_sequence(tensor: torch.Tensor) -> jax.Array:
     array = jax_view(tensor)
     if array.shape[0] != 1:
         raise NotPackableError(f"a recurrent layer gets a batch of {array.shape[0]} of the code's own making")
-    return array[0]
+    return array.reshape(array.shape[1:])
 
 
-def convolved(inputs: torch.Tensor, weight: jax.Array, bias: jax.Array | None) -> torch.Tensor | None:
+def convolved(
+    inputs: torch.Tensor, weight: jax.Array, bias: jax.Array | None, layout: DimLayout | None = None
+) -> torch.Tensor | None:
     """Returns the depthwise convolution of a packed layer's inputs, ``[1, D, T]``.
 
-    None for inputs that ``update_conv_state`` of no packed step has returned. `weight` is [D, K], `bias` [D].
+    None for inputs that ``update_conv_state`` of no packed step has returned. `weight` is [D, K], `bias` [D]. With a
+    `layout` of the channels on a mesh, each device computes its share of each part of them, and keeps it as its state.
     """
     found = conv_of(inputs)
     if found is None:
         return None
     layer, state_idx = found
+    x = only_sequence(inputs).T
+    if layout is not None:
+        x, weight = divide_fused_input(x, layout), divide_channels(weight.T, layout).T
+        bias = None if bias is None else divide_channels(bias, layout)
 
     def run(x: jax.Array, pool: jax.Array, segments: Segments) -> tuple[jax.Array, jax.Array]:
         return causal_convolution(x, weight, bias, pool, segments)
 
-    out = layer.run_conv(state_idx, only_sequence(inputs).T, weight.shape[1], run)
+    out = layer.run_conv(state_idx, x, weight.shape[1], run)
+    if layout is not None:
+        out = gather_fused_result(out, layout)
     made: torch.Tensor = torch_view(out.T[None])
     return made
 

@@ -3,115 +3,85 @@
 It comes before XLA's partitioner sees either. A fused product such as q|k|v is computed by shares: each device has its
 heads' part of all three. Model code then cuts the result where q ends, which is no border between devices, and XLA
 would move data to make the full result first. XLA's simplifier knows the identity ``slice(concat(a, b)) = a``, but on
-CPU and TPU it runs after the partitioner. The traced program is evaluated with concatenations along the last dimension
-kept in parts for as long as what is done to them can be done to each.
+CPU and TPU it runs after the partitioner. The traced program is evaluated with concatenations kept in parts for as
+long as what is done to them can be done to each. In the same way tokens and heads that model code merges into rows, to
+normalize each head, stay two dimensions: the merged one could not be divided by heads.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 from jax.extend import core as jex
+from jax.sharding import Mesh
 
-from model_adapters.jaxpr.interpreter import bind, in_context_of
+from model_adapters.jaxpr.interpreter import CALLS, SHARED, bind, in_context_of
+from model_adapters.jaxpr.lazy_arrays import ConcatParts, MergedRows
+from model_adapters.ops.spmd import on_mesh
 
-
-@dataclass(frozen=True)
-class ConcatParts:
-    """A concatenation along the last dimension that is not computed yet."""
-
-    arrays: tuple[jax.Array, ...]
-
-    @property
-    def ends(self) -> list[int]:
-        """Index after the last element of each part."""
-        return list(itertools.accumulate(part.shape[-1] for part in self.arrays))
-
-    def concatenated(self) -> jax.Array:
-        """Returns the concatenation as one array."""
-        return jax.lax.concatenate(self.arrays, self.arrays[0].ndim - 1)
-
-    def slice(self, start: int, stop: int) -> ConcatParts | jax.Array | None:
-        """Elements `start` to `stop` of the last dimension; None where they do not end with parts."""
-        ends = self.ends
-        for part, end in zip(self.arrays, ends, strict=True):
-            begin = end - part.shape[-1]
-            if begin <= start and stop <= end:
-                return jax.lax.slice_in_dim(part, start - begin, stop - begin, axis=part.ndim - 1)
-        if (start == 0 or start in ends) and stop in ends:
-            first, last = (0 if start == 0 else ends.index(start) + 1), ends.index(stop) + 1
-            return ConcatParts(self.arrays[first:last])
-        return None
+KEPT_CALLS = (SHARED, "_layer")
+"""Beginnings of the names of functions that are called from many places, and not evaluated here."""
+_LAZY = (ConcatParts, MergedRows)
 
 
-def split_concats(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the same function, traced without concatenations that parts can replace.
+def split_concats(function: Callable[..., Any], mesh: Mesh | None = None) -> Callable[..., Any]:
+    """Returns the same function without concatenations that parts can replace.
 
-    It is a function of pytrees of arrays.
+    It is traced for `mesh`, and a function of pytrees of arrays.
     """
 
     def call(*args: Any) -> Any:
         closed, shape = jax.make_jaxpr(function, return_shape=True)(*args)
-        out = _evaluate(closed, jax.tree.leaves(args))
-        return jax.tree.unflatten(jax.tree.structure(shape), out)
+        with on_mesh(mesh):
+            out = _evaluate(closed, jax.tree.leaves(args))
+        return jax.tree.unflatten(jax.tree.structure(shape), [_computed(each) for each in out])
 
     return call
 
 
-def _evaluate(closed: Any, args: list[Any]) -> list[Any]:
+def _computed(value: Any) -> Any:
+    return value.computed() if isinstance(value, _LAZY) else value
+
+
+def _evaluate(closed: Any, args: Sequence[Any]) -> list[Any]:
+    """Returns the results of a program, some of them perhaps not computed yet, as `args` may be."""
     jaxpr = closed.jaxpr
     values: dict[Any, Any] = {}
 
     def read(atom: Any) -> Any:
         return atom.val if isinstance(atom, jex.Literal) else values[atom]
 
-    def read_concatenated(atom: Any) -> Any:
+    def read_computed(atom: Any) -> Any:
         value = read(atom)
-        if isinstance(value, ConcatParts):
-            value = values[atom] = value.concatenated()
+        if isinstance(value, _LAZY):
+            value = values[atom] = value.computed()
         return value
 
     values.update(zip(jaxpr.constvars, closed.consts, strict=True))
     values.update(zip(jaxpr.invars, args, strict=True))
     for equation in jaxpr.eqns:
         with in_context_of(equation):
-            short = _in_parts(equation, read)
-            if short is not None:
-                values[equation.outvars[0]] = short
-                continue
-            results = bind(equation.primitive, equation.params, [read_concatenated(atom) for atom in equation.invars])
+            results = _lazy_results(equation, [read(atom) for atom in equation.invars])
+            if results is None:
+                results = bind(equation.primitive, equation.params, [read_computed(atom) for atom in equation.invars])
         values.update(zip(equation.outvars, results, strict=True))
-    return [read_concatenated(atom) for atom in jaxpr.outvars]
+    return [read(atom) for atom in jaxpr.outvars]
 
 
-def _in_parts(equation: Any, read: Callable[[Any], Any]) -> Any:
-    """Returns the result of an equation on parts; None if it cannot be computed on parts."""
+def _lazy_results(equation: Any, operands: list[Any]) -> list[Any] | None:
+    """Returns the results of an equation that makes or reads a lazy array; else None."""
     name, params = equation.primitive.name, equation.params
+    lazy = next((each for each in operands if isinstance(each, _LAZY)), None)
     if name == "concatenate":
-        arrays = [read(atom) for atom in equation.invars]
-        if params["dimension"] == arrays[0].ndim - 1 if not isinstance(arrays[0], ConcatParts) else False:
-            if any(isinstance(array, ConcatParts) for array in arrays):
-                return None
-            return ConcatParts(tuple(arrays))
-        return None
-    value = read(equation.invars[0]) if len(equation.invars) == 1 else None
-    if not isinstance(value, ConcatParts):
-        return None
-    if name == "slice":
-        shape = equation.invars[0].aval.shape
-        starts, limits = params["start_indices"], params["limit_indices"]
-        cuts_last_only = tuple(starts[:-1]) == (0,) * (len(shape) - 1) and tuple(limits[:-1]) == shape[:-1]
-        if cuts_last_only and params["strides"] is None:
-            return value.slice(starts[-1], limits[-1])
-    elif name in ("reshape", "broadcast_in_dim"):
-        before, after = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
-        adds_ones = tuple(n for n in before if n != 1) == tuple(n for n in after if n != 1)
-        if adds_ones and before and after and before[-1] == after[-1] > 1:
-            return ConcatParts(tuple(part.reshape(*after[:-1], part.shape[-1]) for part in value.arrays))
-    elif name == "convert_element_type":
-        return ConcatParts(tuple(part.astype(params["new_dtype"]) for part in value.arrays))
-    return None
+        return None if lazy is not None else [ConcatParts(tuple(operands), params["dimension"])]
+    if lazy is None:
+        is_merge = name == "reshape" and params["dimensions"] is None and isinstance(operands[0], jax.Array)
+        merged = MergedRows.of(operands[0], params["new_sizes"]) if is_merge else None
+        return None if merged is None else [merged]
+    called = params.get(CALLS.get(name, ""))
+    if called is not None and not str(params.get("name", "")).startswith(KEPT_CALLS):
+        return _evaluate(called, operands)
+    results: list[Any] | None = lazy.apply(equation, operands)
+    return results

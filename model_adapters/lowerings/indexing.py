@@ -28,7 +28,7 @@ from model_adapters.lowerings.deferred_checks import TracedMaskSelection
 from model_adapters.ops import registry
 from model_adapters.ops.compressed_weight import compressed_of, note_turned, quantized_of, take_compressed_rows
 from model_adapters.ops.quantized_weight import take_rows
-from model_adapters.sharding.model_sharding import note_parts
+from model_adapters.sharding.sharded_trace import note_parts
 
 
 def _check_lookups() -> None:

@@ -37,7 +37,7 @@ from model_adapters.lowerings.indexing import (
     _understand_stored_lengths,
     _write_items,
 )
-from model_adapters.lowerings.matmul import _addmm, _attention, _grouped_mm, _linear
+from model_adapters.lowerings.matmul import _addmm, _attention, _find_squeezed_weights, _grouped_mm, _linear
 from model_adapters.lowerings.reductions import _layer_norm, _mean, _softmax, _sum
 from model_adapters.lowerings.torchax_fixes import (
     _fill_with_normal_numbers,
@@ -71,6 +71,7 @@ def install() -> None:
     _keep_tables_short()
     _check_lookups()
     _find_turned_weights()
+    _find_squeezed_weights()
     set_lowering(torch.ops.aten.cat, _cat)
     set_lowering(torch.ops.aten.mean, _mean)
     set_lowering(torch.ops.aten.sum, _sum)

@@ -6,15 +6,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import torch
 
 from model_adapters import ops
+from model_adapters.bridge.views import get_lowering, set_lowering
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.ops.compressed_weight import before_turn
-from model_adapters.sharding.model_sharding import (
+from model_adapters.sharding.sharded_trace import (
     SHORT_RESULT,
     divide_fused_input,
     gather_fused_result,
     gathered,
+    note_squeezed,
     placement_in_trace,
 )
 
@@ -83,3 +86,16 @@ def _attention(
     except InvalidArgumentError as error:
         raise RuntimeError(str(error)) from None  # as torch has it: model code made the shapes, and no user
     return out.reshape(*batch, *out.shape[1:])
+
+
+def _find_squeezed_weights() -> None:
+    """Lets recurrent layers find a convolution's weight behind ``weight.squeeze(1)``."""
+    squeeze = get_lowering(torch.ops.aten.squeeze)
+
+    def noted_squeeze(x: jax.Array, dim: int | None = None) -> jax.Array:
+        out = squeeze(x, dim)
+        if x.ndim == 3:
+            note_squeezed(x, out)
+        return out
+
+    set_lowering(torch.ops.aten.squeeze, noted_squeeze, keep_kind=True)

@@ -13,7 +13,7 @@ from model_adapters.lowerings import index_checks
 from model_adapters.ops import compressed_weight
 from model_adapters.program.call_values import is_plain
 from model_adapters.program.layer_structure import LayerParts, NotComparableError
-from model_adapters.sharding import model_sharding
+from model_adapters.sharding import sharded_trace
 
 
 class LayerWeights:
@@ -36,7 +36,7 @@ class LayerWeights:
         self.arrays = list(found.values())
         self.numbers = [numbers[id(jax_view(tensor))] for tensor in tensors]
         self.stored = [compressed_weight.stored_form(array) for array in self.arrays]
-        self.placed = [model_sharding.placement_in_trace(array) for array in self.arrays]
+        self.placed = [sharded_trace.placement_in_trace(array) for array in self.arrays]
         leaves, tree = jax.tree.flatten(self.stored)
         self.leaves = leaves
         self.tree = tree
@@ -59,7 +59,7 @@ class LayerWeights:
         unwritten: list[bool] = []
         with (
             compressed_weight.also_stored(list(zip(arrays, stored, strict=True))),
-            model_sharding.also_placed(list(zip(arrays, self.placed, strict=True))),
+            sharded_trace.also_placed(list(zip(arrays, self.placed, strict=True))),
             index_checks.also_named(list(zip(arrays, self.arrays, strict=True))),
         ):
             try:

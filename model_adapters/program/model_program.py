@@ -172,7 +172,9 @@ class ModelProgram:
 
         Applies if fused weights are divided over several devices; otherwise `function` is unchanged.
         """
-        return split_concats(function) if self.sharding is not None and self.sharding.has_fused_weights else function
+        if self.sharding is None or not self.sharding.has_fused_weights:
+            return function
+        return split_concats(function, self.sharding.mesh)
 
     def _forward(
         self,

@@ -20,7 +20,7 @@ from model_adapters.ops import spmd
 from model_adapters.program import shared_layers
 from model_adapters.program.static_tensors import StaticTensor
 from model_adapters.program.trace_context import torch_promotion, trace_lock
-from model_adapters.sharding.model_sharding import placements_known
+from model_adapters.sharding.sharded_trace import placements_known
 from sharding_rules import TensorPlacement
 
 _OF_TORCH = ("_parameters", "_buffers", "_modules")

@@ -27,8 +27,8 @@ from model_adapters.ops.compressed_weight import Weight, stored_form, substitute
 from model_adapters.ops.quantized_weight import QuantizedWeight
 from model_adapters.ops.routed_matmul import Layout
 from model_adapters.ops.spmd import per_shard
-from model_adapters.sharding.model_sharding import mesh_in_trace, placement_in_trace
 from model_adapters.sharding.quantized_sharding import specs_of
+from model_adapters.sharding.sharded_trace import mesh_in_trace, placement_in_trace
 from sharding_rules import TensorPlacement
 
 IMPLEMENTATION = "torchax_serve_sharded"

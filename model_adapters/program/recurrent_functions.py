@@ -31,6 +31,7 @@ from model_adapters.ops.gated_delta_rule import gated_delta_rule
 from model_adapters.ops.selective_scan import selective_scan
 from model_adapters.ops.state_space import state_space
 from model_adapters.program import batch_recurrences
+from model_adapters.sharding.sharded_trace import channel_layout
 
 UNLIMITED = (0.0, float("inf"))
 
@@ -41,7 +42,8 @@ def _arrays(*tensors: torch.Tensor | None) -> tuple[Any, ...]:
 
 def _causal_conv1d_fn(given: dict[str, Any]) -> torch.Tensor | None:
     """Computes [1, D, T]; returns None for inputs that come from no cache of a packed step."""
-    made = convolved(given["hidden_states"], *_arrays(given["weight"], given["bias"]))
+    weight, bias = _arrays(given["weight"], given["bias"])
+    made = convolved(given["hidden_states"], weight, bias, channel_layout(weight))
     return made if made is None or given["activation"] is None else ACT2FN[given["activation"]](made)
 
 

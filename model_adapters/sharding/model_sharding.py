@@ -14,12 +14,10 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextvars import ContextVar
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -30,26 +28,9 @@ from model_adapters.errors import InvalidArgumentError
 from model_adapters.ops.compressed_weight import Weight, Weights
 from model_adapters.ops.spmd import on_mesh, pool_spec, recurrent_spec, state_spec
 from model_adapters.sharding.rule_selection import rules_for
+from model_adapters.sharding.sharded_trace import placements_known
 from sharding_rules import HeadCounts, RuleTable, ShardingRuleError, TensorPlacement, place
 from sharding_rules.layout import DimLayout, take
-
-SHORT_RESULT = "modulation"
-"""Logical axis of outputs that are gathered as soon as they are computed."""
-_IN_USE: ContextVar[_Trace | None] = ContextVar("sharded trace", default=None)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Trace:
-    """State of a trace: mesh, and placements and parts of concatenations by identity."""
-
-    mesh: Mesh
-    placed: Mapping[int, TensorPlacement]
-    parts: dict[int, tuple[jax.Array, tuple[jax.Array, ...]]] = dataclasses.field(default_factory=dict)
-
-    @functools.cached_property
-    def splits_inputs(self) -> bool:
-        """Whether the input of a product is a fused dimension."""
-        return any(dim.sections for each in self.placed.values() for dim in each.dims[1:])
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -81,8 +62,8 @@ class ModelSharding:
         """
         shapes = {name: tuple(tensor.shape) for name, tensor in named_tensors(module).items()}
         config = module.config.get_text_config(decoder=True)
-        table = table or rules_for(module, shapes)
         mesh_shape = {str(axis): size for axis, size in mesh.shape.items()}
+        table = table or rules_for(module, shapes, mesh_shape.get("model", 1))
         units = _units(module, config, mesh_shape.get("model", 1))
         try:
             placed = place(table, shapes, mesh_shape, units, refuse_uneven=refuse_uneven)
@@ -121,7 +102,7 @@ class ModelSharding:
     @property
     def has_fused_weights(self) -> bool:
         """Whether results of fused products must stay in parts."""
-        return any(dim.sections for placed in self.placed.values() for dim in placed.dims)
+        return any(placed.rule.parts or any(dim.sections for dim in placed.dims) for placed in self.placed.values())
 
     @functools.cached_property
     def min_tokens_to_shard(self) -> int | None:
@@ -211,7 +192,7 @@ class ModelSharding:
     @contextlib.contextmanager
     def trace_context(self, module: PreTrainedModel, weights: Mapping[str, jax.Array]) -> Iterator[None]:
         """Makes `module` compute with `weights` on the mesh, inside the context."""
-        token = _IN_USE.set(_Trace(self.mesh, {id(weights[name]): placed for name, placed in self.placed.items()}))
+        placed = {id(weights[name]): each for name, each in self.placed.items()}
         config = module.config.get_text_config(decoder=True)
         owners: list[tuple[Any, str, int]] = [(config, name, value) for name, value in self.config_values.items()]
         owners += [(module.get_submodule(name), attribute, value) for name, attribute, value in self.attributes]
@@ -219,12 +200,11 @@ class ModelSharding:
         try:
             for owner, name, value in owners:
                 setattr(owner, name, value)
-            with on_mesh(self.mesh):
+            with on_mesh(self.mesh), placements_known(self.mesh, placed):
                 yield
         finally:
             for owner, name, value in before:
                 setattr(owner, name, value)
-            _IN_USE.reset(token)
 
 
 def part_of(array: Any, dims: Sequence[DimLayout], index: Sequence[slice]) -> np.ndarray:
@@ -289,112 +269,3 @@ def _units(module: PreTrainedModel, config: PreTrainedConfig, num_shards: int) -
     groups = {size for child in attentions if isinstance(size := getattr(child, "num_key_value_groups", None), int)}
     counts = {units.heads // size for size in groups if units.heads and size}
     return HeadCounts() if len(counts) > 1 and any(count % num_shards for count in counts) else units
-
-
-def placement_in_trace(weight: Any) -> TensorPlacement | None:
-    """Returns the placement of a weight, unchanged by model code, in the current trace."""
-    trace = _IN_USE.get()
-    return None if trace is None else trace.placed.get(id(weight))
-
-
-@contextlib.contextmanager
-def placements_known(mesh: Mesh | None, placed: Mapping[int, TensorPlacement]) -> Iterator[None]:
-    """Makes placements on `mesh` be found in a trace, by the identity of a weight.
-
-    None is one device.
-    """
-    token = _IN_USE.set(None if mesh is None else _Trace(mesh, placed))
-    try:
-        yield
-    finally:
-        _IN_USE.reset(token)
-
-
-@contextlib.contextmanager
-def also_placed(pairs: Iterable[tuple[jax.Array, TensorPlacement | None]]) -> Iterator[None]:
-    """Makes placements be found by other arrays as well, inside the context."""
-    trace = _IN_USE.get()
-    if trace is None:
-        yield
-        return
-    found = {id(array): placed for array, placed in pairs if placed is not None}
-    token = _IN_USE.set(_Trace(trace.mesh, {**trace.placed, **found}))
-    try:
-        yield
-    finally:
-        _IN_USE.reset(token)
-
-
-def mesh_in_trace() -> Mesh | None:
-    """Returns the mesh of the current trace."""
-    trace = _IN_USE.get()
-    return None if trace is None else trace.mesh
-
-
-def note_parts(joined: jax.Array, parts: Sequence[jax.Array]) -> None:
-    """Records that `joined` is `parts` side by side along its last dimension."""
-    trace = _IN_USE.get()
-    if trace is not None and trace.splits_inputs:
-        trace.parts[id(joined)] = joined, tuple(parts)
-
-
-def divide_fused_input(x: jax.Array, layout: DimLayout) -> jax.Array:
-    """Returns the input of a product in the order of its weight.
-
-    Each device has a share of each section.
-
-    Args:
-        x: ``[..., layout.size]``, sections one after the other.
-        layout: Layout of the weight's input dimension.
-    """
-    trace = _IN_USE.get()
-    if trace is None or not layout.sections or layout.mesh_axis is None:
-        return x
-    assert layout.size == layout.size_before, "a fused input is not filled up with zeros"
-    _, parts = trace.parts.get(id(x), (x, ()))
-    if tuple(part.shape[-1] for part in parts) != layout.sections:
-        parts = tuple(jnp.split(x, np.cumsum(layout.sections)[:-1].tolist(), -1))
-    shards = trace.mesh.shape[layout.mesh_axis]
-    lead = x.shape[:-1]
-    unsplit = (PartitionSpec.UNCONSTRAINED,) * len(lead)
-    divided = NamedSharding(trace.mesh, PartitionSpec(*unsplit, layout.mesh_axis, None))
-    shares = [
-        jax.lax.with_sharding_constraint(part.reshape(*lead, shards, part.shape[-1] // shards), divided)
-        for part in parts
-    ]
-    joined = jax.lax.with_sharding_constraint(jax.lax.concatenate(shares, len(lead) + 1), divided)
-    return joined.reshape(*lead, layout.size)
-
-
-def gathered(out: jax.Array) -> jax.Array:
-    """Returns a result whose columns are divided, all of them on every device.
-
-    Model code that cuts it in parts would otherwise exchange each part by itself.
-    """
-    trace = _IN_USE.get()
-    if trace is None:
-        return out
-    spec = PartitionSpec(*(PartitionSpec.UNCONSTRAINED,) * (out.ndim - 1), None)
-    return jax.lax.with_sharding_constraint(out, NamedSharding(trace.mesh, spec))
-
-
-def gather_fused_result(out: jax.Array, layout: DimLayout) -> jax.Array:
-    """Returns the result of a fused product as model code expects it.
-
-    In `out` each device has its share.
-
-    Args:
-        out: ``[..., layout.size]``.
-        layout: Layout of the weight's output dimension.
-    """
-    mesh = mesh_in_trace()
-    if mesh is None or not layout.sections or layout.mesh_axis is None:
-        return out
-    shards = mesh.shape[layout.mesh_axis]
-    lead = out.shape[:-1]
-    shares = out.reshape(*lead, shards, layout.size // shards)
-    spec = PartitionSpec(*(None for _ in lead), layout.mesh_axis, None)
-    shares = jax.lax.with_sharding_constraint(shares, NamedSharding(mesh, spec))
-    ends = np.cumsum([size // shards for size in layout.sections]).tolist()
-    parts = [shares[..., end - size // shards : end] for end, size in zip(ends, layout.sections, strict=True)]
-    return jax.lax.concatenate([part.reshape(*lead, -1) for part in parts], len(lead))

@@ -1,6 +1,6 @@
-"""Rules of a model: our table for its type, its own parallel plan, or its shapes.
+"""Rules of a model: from our table for its type, or from the model itself.
 
-They are tried in this order.
+Without a table they are those of recurrent layers, of the model's own parallel plan and of its shapes, in this order.
 """
 
 from __future__ import annotations
@@ -10,15 +10,17 @@ from collections.abc import Mapping
 
 from transformers import PreTrainedModel
 
+from model_adapters.sharding.recurrent_rules import recurrent_rules
 from sharding_rules import TABLES, Rule, RuleTable
 from sharding_rules.hf_tp_plans import rules_from_tp_plan
 from sharding_rules.shape_inference import infer_rules
 
 
-def rules_for(module: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]]) -> RuleTable:
+def rules_for(module: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]], num_shards: int = 1) -> RuleTable:
     """Returns the rule table of `module`, whose tensors have `shapes`.
 
-    What the model's own plan does not name is laid out by shape.
+    Recurrent layers whose heads `num_shards` devices divide have rules of their own. What the model's own plan does not
+    name is laid out by shape.
     """
     config = module.config.get_text_config(decoder=True)
     table = TABLES.get(config.model_type)
@@ -28,7 +30,7 @@ def rules_for(module: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]]) ->
     ep_plan = getattr(config, "base_model_ep_plan", None) or {}
     part = "" if config is module.config or module.config.is_encoder_decoder else _decoder_name(module)
     plan = rules_from_tp_plan(tp_plan, ep_plan, config.model_type, shapes, part)
-    first = (*_vocabulary(module, shapes), *plan)
+    first = (*_vocabulary(module, shapes), *recurrent_rules(module, num_shards), *plan)
     return infer_rules(shapes, getattr(config, "hidden_size", None), config.model_type, first)
 
 

@@ -128,6 +128,12 @@ for _name in (*_INDEXED, *_RECURRENT, *_SPACES):
     )
 for _name in ("inkling2_text", "inkling2_loop_text"):
     CONFIGS[_name].keywords["unpadded_vocab_size"] = 61
+# What four devices divide: heads of a delta rule; heads of Mamba-2, whose two groups every device has.
+DIVIDED = {"gated_delta": ("qwen3_5_text", {"linear_num_key_heads": 4}), "state_space": ("mamba2", {})}
+DIVIDED |= {"key_heads": ("qwen3_next", {"linear_num_key_heads": 4}), "groups": ("bamba", {"mamba_n_groups": 4})}
+for _name, (_type, _more) in DIVIDED.items():
+    _sizes = recurrent.SIZES | recurrent.TYPES[_type] | _more | {"vocab_size": 61}
+    CONFIGS[_name] = functools.partial(transformers.AutoConfig.for_model, _type, **_sizes)
 CONFIGS["hybrid"] = lambda: transformers.FalconH1Config(**SIZES, **HEADS, **SIZES_OF_STATES, mamba_chunk_size=8)
 PROMPTS = [np.random.default_rng(0).integers(3, 60, length).tolist() for length in (5, 9, 17)]
 ALWAYS = {"max_new_tokens": 8, "min_new_tokens": 8}

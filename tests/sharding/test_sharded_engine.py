@@ -28,11 +28,18 @@ MESHES = [
     thorough("inkling2_loop_text", "1x2"),
     thorough("glm_moe_dsa", "1x2x2"),
     thorough("qwen3_5_text", "1x8"),
-    thorough("kimi_linear", "1x2x2"),
-    thorough("mamba2", "1x8"),
-    thorough("nemotron_h", "1x2"),
-    thorough("granitemoehybrid", "1x2"),
-    thorough("lfm2", "1x8"),
+    ("gated_delta", "1x4"),
+    thorough("key_heads", "2x4"),
+    thorough("kimi_linear", "1x2x2,1x4"),
+    thorough("olmo_hybrid", "1x4"),
+    thorough("mamba2", "1x4,1x8"),
+    thorough("groups", "1x4"),
+    thorough("nemotron_h", "1x2,1x4"),
+    thorough("granitemoehybrid", "1x2,1x4"),
+    thorough("hybrid", "1x4"),
+    thorough("zamba2", "1x4"),
+    thorough("jamba", "1x4"),
+    thorough("lfm2", "1x4,1x8"),
     thorough("mamba", "1x4"),
     thorough("minimax", "1x4,1x8"),
     thorough("recurrent_gemma", "1x2,1x8"),
@@ -57,9 +64,13 @@ def test_prompts_with_images(on_eight, model_type, meshes):
     assert [line.split()[3] for line in lines] == meshes.split(",")
 
 
-def test_new_weights_are_laid_out_as_those_of_before(on_eight):
-    lines = on_eight("new_weights", "llama", "1x8,2x2")
-    assert [line.split()[3] for line in lines] == ["1x8", "2x2"]
+@pytest.mark.parametrize(
+    ("family", "meshes"),
+    [("llama", "1x8,2x2"), thorough("gated_delta", "1x4"), thorough("state_space", "1x4")],
+)
+def test_new_weights_are_laid_out_as_those_of_before(on_eight, family, meshes):
+    lines = on_eight("new_weights", family, meshes)
+    assert [line.split()[3] for line in lines] == meshes.split(",")
 
 
 def test_pages_go_to_the_host_and_back_wherever_heads_are(on_eight):
@@ -70,7 +81,14 @@ def test_pages_go_to_the_host_and_back_wherever_heads_are(on_eight):
 
 @pytest.mark.parametrize(
     ("family", "meshes"),
-    [("llama", "2x2"), thorough("llama", "1x2,1x8"), thorough("phi3", "1x4"), thorough("gpt2", "1x2")],
+    [
+        ("llama", "2x2"),
+        thorough("llama", "1x2,1x8"),
+        thorough("phi3", "1x4"),
+        thorough("gpt2", "1x2"),
+        thorough("gated_delta", "1x4"),
+        thorough("state_space", "1x4"),
+    ],
 )
 def test_adapters_lie_as_their_weights_and_give_the_same_tokens(on_eight, family, meshes):
     lines = on_eight("adapters", family, meshes)
@@ -85,6 +103,8 @@ def test_adapters_lie_as_their_weights_and_give_the_same_tokens(on_eight, family
         thorough("gpt2", "1x2", "w8a8"),
         thorough("qwen3_moe", "1x2,1x2x2", {"weight_qtype": "int8"}),
         thorough("qwen3_5_text", "1x8", {"weight_qtype": "int8"}),
+        thorough("gated_delta", "1x4", {"weight_qtype": "int8"}),
+        thorough("state_space", "1x4", {"weight_qtype": "int4", "tile_size": 8}),
         thorough("deepseek_v32", "1x2x2", {"weight_qtype": "int8"}),
     ],
 )
@@ -173,6 +193,13 @@ def test_a_decode_step_exchanges_no_more_than_it_must(on_eight, family):
     """Neither do norms over heads, which the last two have."""
     (line,) = on_eight("exchange", family, "4")
     # One sum after attention and one after the MLP in both layers, one of the embedding; the logits are gathered.
+    assert ast.literal_eval(line) == {"all-reduce": 2 * 2 + 1, "all-gather": 1}
+
+
+@pytest.mark.parametrize("family", ["gated_delta", "state_space"])
+def test_recurrent_layers_exchange_no_more_than_others(on_eight, family):
+    """A delta rule's layer has one sum. So has Mamba-2's, and one number a token for the norm over all heads."""
+    (line,) = on_eight("exchange", family, "4")
     assert ast.literal_eval(line) == {"all-reduce": 2 * 2 + 1, "all-gather": 1}
 
 

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.ops import registry
 from model_adapters.sharding.model_sharding import ModelSharding
+from sharding_rules import TensorPlacement
 from torchax_serve.distributed.mesh import mesh_of
 from torchax_serve.training.options import MESH_AXES
 
@@ -50,8 +51,9 @@ class Layout:
         self._rules: dict[str, PartitionSpec] = {}
         if sizes[2] > 1:
             placed = ModelSharding.of(base, mesh_of(devices[: sizes[2]], {"model": sizes[2]})).placed
-            # Rows that serving repeats or pads lie here as the model has them, on every device.
-            self._rules = {name: each.spec for name, each in placed.items() if each.is_unchanged}
+            # Rows that serving repeats or pads lie here as the model has them, on every device; of recurrent layers,
+            # which serving divides by part, each device has an even piece where there is one.
+            self._rules = {name: each.spec for name, each in placed.items() if _is_even(each, sizes[2])}
 
     def of_weight(self, name: str, shape: tuple[int, ...]) -> NamedSharding:
         """Returns the sharding of a weight, its gradient and its optimizer states.
@@ -88,3 +90,10 @@ def partitionable() -> Iterator[None]:
         for op in registry.list_ops():
             stack.enter_context(registry.use(op.name, "reference"))
         yield
+
+
+def _is_even(placed: TensorPlacement, num_shards: int) -> bool:
+    """Returns whether a tensor as the model has it can be divided where serving divides it."""
+    if placed.rule.parts is None:
+        return placed.is_unchanged
+    return all(size % num_shards == 0 for size, dim in zip(placed.shape, placed.dims, strict=True) if dim.mesh_axis)
