@@ -206,8 +206,8 @@ class MergedRows:
         """Returns an operand with these leading dimensions, or ones; None if it has others."""
         if isinstance(operand, MergedRows):
             return operand.array if operand._lead == self._lead else None
-        shape = getattr(operand, "shape", ())
-        if shape == ():
+        shape: tuple[int, ...] = getattr(operand, "shape", ())
+        if not shape:
             return operand
         if isinstance(operand, ConcatParts) or len(shape) != len(self.shape) or shape[0] not in (1, self.shape[0]):
             return None

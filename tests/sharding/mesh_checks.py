@@ -119,8 +119,8 @@ CONFIGS = {
 }
 SIZES_OF_STATES = {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 4}
 _INDEXED = ("deepseek_v4", "qwen4_exp_text", "glm_moe_dsa")
-_RECURRENT = ("inkling2_text", "inkling2_loop_text", "qwen3_5_text", "kimi_linear")
-_SPACES = ("mamba2", "nemotron_h", "granitemoehybrid", "lfm2")
+_RECURRENT = ("inkling2_text", "inkling2_loop_text", "qwen3_5_text", "kimi_linear", "olmo_hybrid")
+_SPACES = ("mamba2", "nemotron_h", "granitemoehybrid", "lfm2", "zamba2", "jamba")
 for _name in (*_INDEXED, *_RECURRENT, *_SPACES):
     _kinds = sparse if _name in sparse.TYPES else recurrent
     CONFIGS[_name] = functools.partial(
