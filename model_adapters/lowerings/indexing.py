@@ -84,11 +84,11 @@ def _is_of_numbers(part: Any) -> bool:
 
 
 def _index_parts(indexes: Any) -> tuple[Any, ...]:
-    """Returns the parts of the index in ``x[indexes]``, lists of numbers as arrays."""
+    """Returns the parts of the index in ``x[indexes]``, lists and ranges of numbers as arrays."""
     if isinstance(indexes, list) and not all(isinstance(each, int) for each in indexes):
         indexes = tuple(indexes)
     given = indexes if isinstance(indexes, tuple) else (indexes,)
-    return tuple(np.asarray(each) if isinstance(each, list) else each for each in given)
+    return tuple(np.asarray(each) if isinstance(each, list | range) else each for each in given)
 
 
 def _write_items() -> None:

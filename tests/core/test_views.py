@@ -203,6 +203,16 @@ def test_numbers_drawn_into_a_part_of_a_tensor():
     check(run)
 
 
+def test_a_range_chooses_rows_as_a_list_does():
+    def run(x):
+        x = x * 1
+        rows = x[1, range(2)]
+        x[:, range(1, 3)] = 7
+        return x, rows
+
+    check(run)
+
+
 def test_bits_are_viewed():
     def run(x):
         x = x * 1

@@ -93,6 +93,10 @@ def test_a_message_of_the_assistant_may_be_the_last_one(post):
     assert chat(post, messages=messages)["choices"][0]["finish_reason"] in ("stop", "length")
 
 
+def test_no_options_of_a_stream_need_no_stream(post):
+    assert chat(post, stream_options={})["choices"]
+
+
 def test_an_empty_message_of_the_assistant_is_taken(post):
     assert chat(post, messages=[*QUESTION, {"role": "assistant", "content": None}, *QUESTION])["choices"]
 

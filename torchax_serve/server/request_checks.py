@@ -25,7 +25,7 @@ def check_counts(request: TextRequest, limits: RequestLimits) -> None:
         raise bad_request(
             f"stop: expected at most {MAX_STOPS} strings, got {len(request.stop)}", "stop", "invalid_value"
         )
-    if request.stream_options is not None and not request.stream:
+    if request.stream_options is not None and request.stream_options.model_fields_set and not request.stream:
         raise bad_request("stream_options: expected stream true with it", "stream_options", "invalid_value")
 
 
