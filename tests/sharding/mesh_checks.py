@@ -271,13 +271,14 @@ def adapters(family, meshes, drafts=None):
 
     With a configuration of `drafts`, steps on meshes verify some.
     """
-    options = EngineOptions(max_model_len=64, max_num_seqs=4)
+    options = EngineOptions(max_model_len=96, max_num_seqs=4)
     with tempfile.TemporaryDirectory() as root:
         folders = {name: adapter_of(family, Path(root, name), seed) for seed, name in enumerate(("x", "y"))}
 
         def rows(served):
             asked = [SamplingParams(adapter=name, max_new_tokens=8, temperature=0.0) for name in ("x", "y", None)]
-            prompts = [PROMPTS[1] * 2] * 3 if drafts else [PROMPTS[1]] * 3
+            # With drafts, a prompt that has all tokens: whatever follows has been there.
+            prompts = [list(range(3, 60)) if drafts else PROMPTS[1]] * 3
             return [answer.token_ids for answer in served.generate_batch(prompts, asked)]
 
         with serve(model_of(family), engine=options, adapters=folders) as single:
@@ -294,8 +295,8 @@ def adapters(family, meshes, drafts=None):
                 served.load_adapter("x", folders["x"])
                 assert rows(served) == wanted
                 assert drafts or served.stats().num_programs == programs
-                accepted = served.stats().scheduler.num_accepted_tokens
-                assert drafts is None or accepted > 0
+                # Whether one is accepted depends on the random weights, which differ from processor to processor.
+                assert drafts is None or served.stats().scheduler.num_draft_tokens > 0
                 print("same tokens", family, mesh)
 
 

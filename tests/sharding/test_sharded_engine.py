@@ -148,7 +148,7 @@ def test_draft_heads_lie_on_the_mesh_of_their_model(on_eight, kind, meshes):
 @pytest.mark.parametrize("family", ["llama", "hybrid"])
 def test_drafts_are_verified_with_the_adapter_of_their_row(on_eight, family):
     """The latter has states, in front of which pending tokens are computed with their adapter, too."""
-    config = {"method": "ngram", "num_speculative_tokens": 3, "adaptive": False}
+    config = {"method": "ngram", "num_speculative_tokens": 3, "adaptive": False, "prompt_lookup_min": 1}
     assert len(on_eight("adapters", family, "1x2", config)) == 1
 
 
