@@ -98,9 +98,9 @@ class PlainProducts:
         self._weight = rng.standard_normal((1024, 3072), np.float32)
         self._matrix = rng.standard_normal((8192, 2048), np.float32)  # 64 MiB: more than a core's own caches
         self._vector = rng.standard_normal(2048, np.float32)
-        self.forget()
+        self.reset()
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Begins anew with the best of turns."""
         self.product_s = self.byte_s = float("inf")
 
@@ -177,7 +177,7 @@ def measured(kinds: Sequence[str], plain: PlainProducts) -> Numbers:
     found = {}
     for name in kinds:
         kind = KindOfWeights(name)
-        plain.forget()
+        plain.reset()
         for _ in range(TURNS):
             plain.turn()
             kind.turn()
