@@ -54,6 +54,20 @@ def test_transcripts_match_transformers(whisper):
         assert served.transcribe(sounds[0], sampling_rate=RATE, max_new_tokens=10) == expected[0]
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_features_have_the_dtype_of_the_weights(whisper, dtype):
+    """The extractor makes float32, which PyTorch's convolutions do not multiply with 16-bit weights."""
+    features = transformers.AutoFeatureExtractor.from_pretrained(whisper[0])(
+        sound(1.5), sampling_rate=RATE, return_tensors="pt"
+    ).input_features
+    with serve(whisper[0], dtype=dtype) as served:
+        tokens = served.generate(input_features=features.to(getattr(torch, dtype)), max_new_tokens=10)
+        expected = served.tokenizer.batch_decode(tokens, skip_special_tokens=True)
+        assert served.transcribe([sound(1.5)], sampling_rate=RATE, max_new_tokens=10) == expected
+        assert served.transcribe(sound(4.6, 2), sampling_rate=RATE, max_new_tokens=10)
+        assert served.transcribe_with_times(sound(4.6, 2), sampling_rate=RATE, max_new_tokens=10).text
+
+
 def test_transcriptions_are_on_the_queue(whisper):
     """Rows of Whisper on the engine of batches, beams on the static one; both end at a time limit, and go on."""
     path, eager = whisper

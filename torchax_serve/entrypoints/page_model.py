@@ -11,6 +11,7 @@ import torch
 from model_adapters.errors import InvalidArgumentError
 from torchax_serve.entrypoints.served_model import ServedModel
 from torchax_serve.generation.jax_forward import following
+from torchax_serve.multimodal.decode_inputs import in_dtype
 from torchax_serve.pooling.batching import checked_texts
 from torchax_serve.pooling.multi_vector import maxsim
 from torchax_serve.pooling.queue import QueuedTexts
@@ -89,7 +90,8 @@ class PageModel(ServedModel):
 
     def _vectors(self, inputs: Any) -> np.ndarray:
         """Returns the embeddings of the tokens that a processor has made of one item."""
-        arguments = {name: value for name, value in inputs.items() if name != "labels"}  # of training
+        given = {name: value for name, value in inputs.items() if name != "labels"}  # of training
+        arguments = in_dtype(given, self.dtype)
         with torch.no_grad():
             found = self._module(**arguments).embeddings[0]
         return np.asarray(found[arguments["attention_mask"][0].bool()].float().numpy())

@@ -27,6 +27,7 @@ from torchax_serve.generation.sequence_steps import GenerateWatch
 from torchax_serve.generation.transcript_pieces import TranscriptPieces, TranscriptStream
 from torchax_serve.generation.transcript_times import TimedTranscription, check_times
 from torchax_serve.multimodal.audio import check_rate, checked_samples
+from torchax_serve.multimodal.decode_inputs import in_dtype
 from torchax_serve.multimodal.transcription import transcription_inputs
 from torchax_serve.outputs import Transcript
 
@@ -374,4 +375,4 @@ class SpeechModel(ServedModel):
             options |= {"padding": True}
         features = extractor(arrays, **options)
         given = {name: value for name, value in features.items() if isinstance(value, torch.Tensor)}
-        return {**given, **further}
+        return {**in_dtype(given, self.dtype), **further}

@@ -29,6 +29,19 @@ TIMES = frozenset({"second_per_grid_ts"})
 """Floats among these: seconds between frames, of which the positions of a prompt are made."""
 
 
+def in_dtype(inputs: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """Returns what a processor has made, with features (float32 of every processor) in `dtype`.
+
+    As in transformers' pipelines: not every encoder converts them to the dtype of its weights.
+    """
+    return {
+        name: value.to(dtype)
+        if isinstance(value, torch.Tensor) and value.is_floating_point() and name not in TIMES
+        else value
+        for name, value in inputs.items()
+    }
+
+
 @dataclasses.dataclass(frozen=True)
 class PreparedSteps:
     """Arguments of the forwards of a call.

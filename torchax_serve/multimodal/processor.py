@@ -73,6 +73,7 @@ def media_inputs(model: Any, conversation: list[dict[str, Any]], options: ChatOp
         UnsupportedModelError: as `processor_of`, and for images with an audio model, or the other way around.
     """
     from model_adapters import quirks  # with PyTorch, which recorded models do without
+    from torchax_serve.multimodal.decode_inputs import in_dtype
 
     processor = processor_of(model)
     for part in media_parts(conversation):
@@ -98,7 +99,7 @@ def media_inputs(model: Any, conversation: list[dict[str, Any]], options: ChatOp
             f"expected messages, images and audio that the processor of {model.name} takes, it raised "
             f"{type(error).__name__}: {message}; check paths and contents"
         ) from error
-    return {**quirks.of(model.torch_model).media_options, **inputs}
+    return {**quirks.of(model.torch_model).media_options, **in_dtype(inputs, model.torch_model.dtype)}
 
 
 def _written(

@@ -12,6 +12,7 @@ from model_adapters import quirks
 from model_adapters.caches.native_cache import allows_fixed_shapes
 from model_adapters.errors import InvalidArgumentError, UnsupportedModelError
 from torchax_serve.multimodal.audio import check_rate
+from torchax_serve.multimodal.decode_inputs import in_dtype
 from torchax_serve.multimodal.processor import processor_of
 
 
@@ -50,7 +51,7 @@ def transcription_inputs(
             f"expected audio that the processor of {model.name} takes, it raised {type(error).__name__}: "
             f"{' '.join(str(error).split())[:200]}; check the audio and the options"
         ) from error
-    return {**quirks.of(model.torch_model).media_options, **inputs}
+    return {**quirks.of(model.torch_model).media_options, **in_dtype(inputs, model.torch_model.dtype)}
 
 
 def _audio_per_token(processor: Any, sampling_rate: int, *, audio: list[np.ndarray]) -> dict[str, Any]:
