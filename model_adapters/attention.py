@@ -11,6 +11,7 @@ different.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.masking_utils import eager_mask, sdpa_mask
+from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_mask
 
 from model_adapters.bridge.views import as_views, in_torch_mode, jax_view, torch_view
 from model_adapters.caches.cross_attention_layer import StoredSource
@@ -120,6 +121,21 @@ def infer_window(mask_function: Callable[..., Any], length: int, batch: int = 1)
     return window if torch.equal(visible, ((keys <= queries) & (keys > queries - window)).expand(shape)) else None
 
 
+def chunk_of(mask_function: Callable[..., Any]) -> int | None:
+    """Returns the size of chunks of transformers' ``chunked_causal_mask_function``; None of any other function.
+
+    Recognised, not evaluated: it reads the padding, a tensor of the trace.
+    """
+    if getattr(mask_function, "__qualname__", None) != "and_masks.<locals>.and_mask":
+        return None
+    parts = inspect.getclosurevars(mask_function).nonlocals["mask_functions"]
+    overlays = [part for part in parts if part is not causal_mask_function]
+    if len(parts) != 2 or len(overlays) != 1 or overlays[0].__qualname__ != "chunked_overlay.<locals>.inner_mask":
+        return None
+    chunk: int | None = inspect.getclosurevars(overlays[0]).nonlocals.get("chunk_size")
+    return chunk
+
+
 def torchax_mask(
     batch_size: int,
     q_length: int,
@@ -128,7 +144,7 @@ def torchax_mask(
     attention_mask: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> torch.Tensor:
-    """Returns transformers' mask bool[batch, 1, q_length, kv_length], annotated if it is causal."""
+    """Returns transformers' mask bool[batch, 1, q_length, kv_length], annotated if it is causal or by chunks."""
     # Mask functions are arithmetic of indices, which broadcasts; torch's vmap does not know torchax's tensors.
     kwargs.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False, use_vmap=False)
     mask: Any = sdpa_mask(
@@ -145,6 +161,8 @@ def torchax_mask(
         if window is not None:
             starts = None if padding is None else padding.starts
             mask.causal_mask = CausalMask(None if window >= kv_length else window, starts)
+        elif attention_mask is None:
+            mask.attention_chunk_size = chunk_of(mask_function)
     return mask
 
 
@@ -153,8 +171,9 @@ def additive_mask(*args: Any, dtype: torch.dtype = torch.float32, **kwargs: Any)
     visible: Any = torchax_mask(*args, dtype=dtype, **kwargs)
     mask: Any = torch.where(visible, torch.zeros((), dtype=dtype), torch.finfo(dtype).min)
     mask.visible = visible
-    if (causal := getattr(visible, "causal_mask", None)) is not None:
-        mask.causal_mask = causal
+    for name in ("causal_mask", "attention_chunk_size"):
+        if (annotation := getattr(visible, name, None)) is not None:
+            setattr(mask, name, annotation)
     return mask
 
 
@@ -306,10 +325,12 @@ def _on_pages(
 ) -> torch.Tensor:
     """Runs attention of a packed step on the pages of `key`, or of its latents."""
     causal: CausalMask | None = getattr(mask, "causal_mask", None)
-    if causal is None or causal.starts is not None or not isinstance(biases, tuple | None):
+    chunk: int | None = getattr(mask, "attention_chunk_size", None)
+    is_causal = chunk is not None or (causal is not None and causal.starts is None)
+    if not is_causal or not isinstance(biases, tuple | None):
         raise NotPackableError("attention with a mask that is more than causal")
-    features |= {"taken": getattr(mask, "taken", None), "distance_biases": biases}
-    window = causal.window
+    features |= {"taken": getattr(mask, "taken", None), "distance_biases": biases, "chunk": chunk}
+    window = chunk if causal is None else causal.window
     if value is not write.values:
         raise NotPackableError("attention over changed values")
     if isinstance(write, LatentWrite):

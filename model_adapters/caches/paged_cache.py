@@ -27,6 +27,7 @@ from model_adapters.caches.paged_layers import (
 )
 from model_adapters.caches.state_layer import StateLayer
 from model_adapters.ops.attention_args import AttentionArgs, KVScales
+from model_adapters.ops.attention_chunks import chunks_of_step, decode_chunks
 from model_adapters.ops.grouped_matmul import by_head
 from model_adapters.ops.searchsorted import num_at_most
 from model_adapters.ops.segments import Segments
@@ -161,13 +162,14 @@ def attend_paged(
     token_sinks: torch.Tensor | None = None,
     value_begin: int | None = None,
     taken: TopTokens | None = None,
+    chunk: int | None = None,
 ) -> torch.Tensor:
     """Runs the op for `query` [1, heads, T, dim]; returns [1, T, heads, v_dim].
 
     The new pool is stored in the layer of `write`. `window` is that of the model's mask; `alibi` float32[heads] are
     slopes; `distance_biases` are weights [1, T, heads, R] and profiles [R, E]; `token_sinks` [1, heads, T, 1] are of
     each query; `value_begin` is the column of a key at which its value begins, if pages have no values beside the keys;
-    `taken` are the tokens that an indexer has taken.
+    `taken` are the tokens that an indexer has taken; in chunks of `chunk` tokens none sees those of another chunk.
     """
     layer = write.layer
     reach = layer.layout.max_len if window is None else window
@@ -185,7 +187,11 @@ def attend_paged(
         arrays = *map(jax_view, (q, k, v, layer.pages)), layer.rows, taken.tokens, args
         out, layer.pages = map(torch_view, sparse_attention(*arrays))
         return out[None]
-    table, lens, starts = (torch_view(x) for x in (layer.table, layer.batch.kv_lens, layer.batch.cu_q_lens))
+    if chunk is not None:
+        if distance_biases is not None or (media is not None and media.sees_until is not None):
+            raise NotPackableError("attention in chunks whose scores depend on more than causality")
+        window = None  # that of a chunk is no shorter than the chunk
+    table, lens, starts = map(torch_view, _attended_rows(layer, chunk, q.shape[0]))
     features = {"scale": scale, "window": window, "softcap": softcap, "alibi": alibi, **layer.scales}
     features["value_begin"] = value_begin
     if distance_biases is not None:
@@ -201,6 +207,18 @@ def attend_paged(
             features["sees_until"] = torch_view(media.sees_until)
         out, layer.pages = op(q, k, v, layer.pages, table, lens, starts, sinks, **features)
     return out[None]
+
+
+def _attended_rows(layer: PagedLayer, chunk: int | None, num_tokens: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns page table, lengths and beginnings of the rows in which the tokens of a step see each other."""
+    batch, page_size = layer.batch, layer.pages.shape[2]
+    if chunk is None:
+        return layer.table, batch.kv_lens, batch.cu_q_lens
+    if chunk % page_size:
+        raise NotPackableError(f"attention in chunks of {chunk} tokens, which pages of {page_size} do not divide")
+    if layer.layout.is_decode:
+        return *decode_chunks(layer.table, batch.kv_lens, chunk, page_size), batch.cu_q_lens
+    return chunks_of_step(layer.table, batch.kv_lens, batch.cu_q_lens, num_tokens, chunk, page_size)
 
 
 def _sparse_args(
