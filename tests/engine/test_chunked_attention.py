@@ -7,7 +7,7 @@ import torch
 from transformers import Llama4ForCausalLM, Llama4TextConfig
 
 from model_adapters.ops import registry
-from torchax_serve import EngineOptions, SamplingParams, serve
+from torchax_serve import EngineOptions, SamplingParams, UnsupportedArgumentError, serve
 
 CHUNK, NEW = 16, 24
 LENGTHS = 5, 16, 17, 33, 45
@@ -64,7 +64,14 @@ def test_tokens_do_not_depend_on_how_steps_are_cut(llama, options):
 
 
 def test_chunks_that_pages_do_not_divide(llama):
-    """Forwards are per sequence then, with transformers' mask."""
+    """Forwards are per sequence then, with transformers' mask; drafts, whose tokens would differ, are refused."""
     model, prompts, expected = llama
-    with serve(model, engine=EngineOptions(page_size=32, max_model_len=128)) as served:
+    options = EngineOptions(page_size=32, max_model_len=128)
+    with serve(model, engine=options) as served:
         assert tokens(served, prompts[2:4]) == expected[2:4]
+    drafts = {"method": "ngram", "num_speculative_tokens": 3}
+    with (
+        serve(model, engine=dataclasses.replace(options, speculative=drafts)) as served,
+        pytest.raises(UnsupportedArgumentError, match="chunks of tokens that pages do not divide"),
+    ):
+        tokens(served, prompts[:1])

@@ -125,6 +125,8 @@ def check_drafts(sizes: MemoryBudget, forward: SequenceForward, sources: Encoder
         refuse_drafts(sizes.speculative, "a model with an encoder beside its decoder")
     if forward.infers_positions:
         refuse_drafts(sizes.speculative, "a model that counts positions itself, by a table that padding would leave")
+    if getattr(forward.program.target.config.get_text_config(), "attention_chunk_size", None) is not None:
+        refuse_drafts(sizes.speculative, "attention in chunks of tokens that pages do not divide")
 
 
 def check_head(sizes: MemoryBudget, runtime: ModelRuntime, head: DraftHead, layout: CacheLayout) -> None:
