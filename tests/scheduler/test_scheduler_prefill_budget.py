@@ -81,12 +81,12 @@ def test_steps_that_compiled_do_not_stop_the_flood():
 
 def test_without_decode_rows_the_whole_budget_is_used():
     pacer = PrefillBudget(16, LatencyGoals(2.0))
-    assert pacer.limit(0, 5000) == 5000
+    assert pacer.next_limit(0, 5000) == 5000
 
 
 def test_what_is_not_measured_still_advances():
     pacer = PrefillBudget(16, LatencyGoals(2.0))
-    limits = [pacer.limit(3, 500) for _ in range(200)]
+    limits = [pacer.next_limit(3, 500) for _ in range(200)]
     assert set(limits) == {0, 16}
     assert limits.count(0) < 8
 
@@ -96,7 +96,7 @@ def test_a_quiet_time_buys_no_burst():
     for step in range(40):
         pacer.record(step, 4, 0, 1, 0.010)
         pacer.record(step, 4, 100, 1, 0.015)  # 50 microseconds a token
-    limits = [pacer.limit(4, 10_000) for _ in range(50)]
+    limits = [pacer.next_limit(4, 10_000) for _ in range(50)]
     assert max(limits) == 180  # 9 ms, of the 10 that are allowed
 
 

@@ -2,8 +2,26 @@
 
 Host side only: integers. Prefix sharing by chains of full pages is vLLM's automatic prefix caching; that layers with a
 window need but the end of a prefix is from its hybrid cache, and that evicted pages go to host memory from its KV
-offloading; copy-on-write forks are from the PagedAttention paper
-(Kwon et al., 2023).
+offloading; copy-on-write forks are from the PagedAttention paper (Kwon et al., 2023).
+
+The life of a page. Its id is in one of three states of `PagePool`::
+
+    free --allocate--> used --last reference freed, no prefix----> free
+                       used --last reference freed, with prefix--> idle --prefix hit (share)--> used
+                                                                   idle --allocate (evict)----> used, for other tokens
+
+* When a step is planned, `allocate_slot`, `fork` and `grow_all` take pages and write their ids into the page table.
+  Each sequence with the page in its table holds one reference.
+* When a step is committed, `publish_prefix` gives full pages a prefix. So later requests find computed pages only,
+  never one that a plan in flight has still to write.
+* `release` gives back all pages of a sequence that has ended or is preempted, `shrink` those of rejected drafts,
+  `publish_prefix` those behind a window. `release` is called once no plan in flight has a row of the sequence
+  (`RequestQueues`): the device writes to the pages until then.
+* An idle page is evicted when no page is free, the one that has been idle longest first. If there are host pages its
+  keys and values go there, by a transfer in front of the rows of the plan that uses the page again.
+
+Invariant: the references of a page are its occurrences in the tables, a page is in exactly one state, and the null page
+in none (`check_integrity`).
 """
 
 from __future__ import annotations
@@ -56,7 +74,7 @@ class PrefixMatch(NamedTuple):
 
 
 class PageAllocator:
-    """Opens, grows, forks, publishes and releases the pages and slots of sequences."""
+    """Allocates, grows, forks, publishes and releases the pages and slots of sequences."""
 
     def __init__(
         self, config: SchedulerConfig, hash_function: PageHash = page_hash, events: BlockEventLog | None = None
@@ -348,7 +366,7 @@ class PageAllocator:
     def check_integrity(self, sequences: Iterable[SequencePages]) -> None:
         """Checks pools, tables, slots and index against the live `sequences`.
 
-        Those are all that have been opened and not released.
+        Those are all that have been allocated or forked and not released.
 
         Raises:
             AssertionError: something is lost, held twice, or where it should not be.

@@ -126,12 +126,13 @@ class PrefillBudget:
         """
         return statistics.median(self._token_s) if self._token_s else None
 
-    def limit(self, num_decode: int, token_budget: int, waiting: Iterable[tuple[float, int]] = ()) -> int:
-        """Returns the maximum number of prompt tokens for a step with `num_decode` decode rows.
+    def next_limit(self, num_decode: int, token_budget: int, waiting: Iterable[tuple[float, int]] = ()) -> int:
+        """Returns the most prompt tokens of the next step, which earns its credit now.
 
-        It is at most `token_budget`. 0 means that this step decodes only: the credit is spent, or the pace is to be
-        measured. Call the method once for each step. `waiting` has the seconds for which each prompt has waited, and
-        its tokens that are not computed; it is read only if the goals have a time to first token.
+        The step has `num_decode` decode rows. The result is at most `token_budget`. 0 means that this step decodes
+        only: the credit is spent, or the pace is to be measured. Call the method once for each step. `waiting` has the
+        seconds for which each prompt has waited, and its tokens that are not computed; it is read only if the goals
+        have a time to first token.
         """
         if not num_decode:
             return token_budget

@@ -192,7 +192,7 @@ class RequestState:
     num_planned: int = 0  # the same once all steps in flight are done
     num_output_placeholders: int = 0  # sampled tokens that are not known yet
     num_in_flight: int = 0  # plans not yet committed that have a row of this request
-    published_len: float = 0  # computed tokens with which the cache's allocator has something to note
+    publish_due_len: float = 0  # computed tokens from which on `PageAllocator.publish_prefix` has something to do
     arrived_step: int = 0  # the plan that was to be made next when it arrived
     started_step: int | None = None  # the same when it was given its first token
     num_cached: int | None = None  # tokens found in the prefix cache when it was first given a slot
@@ -265,9 +265,9 @@ class RequestState:
         return self.num_planned < self.num_prefill_tokens
 
     def append_plain(self, sampled: tuple[int, ...]) -> bool:
-        """Takes all tokens of a decode row, as most rows of most plans bring them.
+        """Takes the tokens of a decode row if none can end the request; the fast path of a commit.
 
-        False, and nothing is taken, where the request has ended or begun anew, or may end with one of them.
+        False, and nothing is taken, where the request has ended or was preempted, or may end with one of them.
         """
         tokens = self.tokens
         num_known = len(tokens) + len(sampled)

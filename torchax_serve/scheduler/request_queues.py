@@ -54,7 +54,7 @@ class PriorityList:
 
 
 class RequestQueues:
-    """Queues of waiting, running and ended requests, whose pages are freed after the last step.
+    """Queues of waiting and running requests, and those that have ended with pages still in use.
 
     A request that ends or is preempted while plans with it are in flight is *draining*: it keeps its slot and pages,
     which the device still writes to, until the last of those plans is committed.
@@ -161,12 +161,16 @@ class RequestQueues:
         self.waiting.remove(state)
         state.status, state.pages = Status.RUNNING, pages
         state.num_computed = state.num_planned = num_computed
-        state.published_len = 0
+        state.publish_due_len = 0
         state.num_prefill_tokens = len(state.tokens)
         self.running.add(state)
 
     def preempt(self, state: RequestState) -> None:
-        """Lets a running request wait again, in its old place; what it has computed is given up."""
+        """Lets a running request wait again, in its old place; what it has computed is given up.
+
+        Its outputs stay in `RequestState.tokens`. When it starts again they are prefilled with the prompt, except pages
+        that are still in the prefix cache, and the sampler is given them anew.
+        """
         self.running.remove(state)
         state.status = Status.PREEMPTED
         state.num_computed = state.num_planned = state.num_prefill_tokens = 0
@@ -185,7 +189,10 @@ class RequestQueues:
             self._release_when_idle(state)
 
     def step_done(self, state: RequestState) -> None:
-        """Notes that one of the plans in flight with `state` is done with."""
+        """Notes that a plan in flight with a row of `state` was committed or has failed.
+
+        Behind the last one, pages of a draining request are freed.
+        """
         state.num_in_flight -= 1
         if not state.num_in_flight and state.pages is not None and state.pages.slot in self._draining:
             del self._draining[state.pages.slot]

@@ -152,9 +152,11 @@ class Scheduler:
         entry = self._in_flight.popleft()
         self._record(plan, tokens, duration_s)
         results = []
+        # Nearly all rows are decode rows that go on: those take `append_plain`. All others take `_apply_result`, which
+        # does the same and also finds the end of a request and commits prefill and draft rows.
         for index, (state, row_tokens) in enumerate(zip(entry.states, by_row, strict=True)):
             if index < num_plain and state.append_plain(row_tokens):
-                if state.num_computed >= state.published_len:
+                if state.num_computed >= state.publish_due_len:
                     self._publish(state, state.num_computed)
                 self.num_new_tokens += plan.num_steps
                 results.append(RowResult(state.request.request_id, index, row_tokens, None))
@@ -202,7 +204,7 @@ class Scheduler:
 
     def _publish(self, state: RequestState, num_computed: int) -> None:
         assert state.pages is not None
-        state.published_len = self._allocator.publish_prefix(state.pages, state.tokens, num_computed)
+        state.publish_due_len = self._allocator.publish_prefix(state.pages, state.tokens, num_computed)
 
     def _accept_tokens(
         self, state: RequestState, sampled: tuple[int, ...]

@@ -18,12 +18,13 @@ from torchax_serve.scheduler.types import RequestId
 class PlanRow(NamedTuple):
     """Consecutive tokens of one request.
 
-    Position ``start + i`` is computed for token ``i``; keys and values of the positions before are in the cache.
+    Token ``i`` has position ``context_len + i``. Keys and values of the positions before `context_len` are in the
+    cache, or are written by a plan in flight.
     """
 
     request_id: RequestId
     slot: int
-    context_len: int
+    context_len: int  # tokens of the request in front of the row; the position of its first token
     num_tokens: int
     token_ids: tuple[int, ...] | None  # None: a decode row, its token is the slot's last sampled one, on the device
     samples_token: bool  # whether a token is sampled after the row's last one
@@ -43,7 +44,7 @@ class DecodeBatch(Sequence[PlanRow]):
     Args:
         request_ids: Request of each row.
         slots: Slot of each row, int32[n].
-        starts: Position of each row's token, int32[n].
+        starts: Position of each row's token (`PlanRow.context_len`), int32[n].
     """
 
     __slots__ = ("request_ids", "slots", "starts")
@@ -73,7 +74,7 @@ class DraftRows:
     """Rows of verify steps, each of which computes one token and its drafts.
 
     Attributes:
-        ends: Position of each row that is not computed any more: there are no pages, or no more tokens are wanted.
+        ends: First position of each row that no step computes: it has no page, or no token is wanted behind it.
         most: Most drafts of a step of each row.
         reserved: Most tokens that each row can get from the plan.
         histories: Tokens of each row, prompt and answer; None: those on the device are theirs.
@@ -102,9 +103,9 @@ class DraftResult(NamedTuple):
 class StepPlan:
     """One dispatch to the device.
 
-    In this order: do `page_transfers` one after the other; initialise the state of `fresh_slots`; do `page_copies` (all
-    sources as they are before the first copy); compute the rows, `num_steps` times where that is
-    above 1, each time with the token sampled before.
+    In this order: do `page_transfers` one after the other; do `page_copies` (all sources as they are before the first
+    copy); initialise the state of `fresh_slots`; compute the rows, `num_steps` times where that is above 1, each time
+    with the token sampled before.
     """
 
     step: int

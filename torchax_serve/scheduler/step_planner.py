@@ -60,6 +60,16 @@ class StepPlanner:
     Running requests come first, in order of rank: each decodes one token or computes a chunk of its prompt. One that
     lacks a page preempts running requests of lower rank, lowest first, or else waits for a later step. Then waiting
     requests start, strictly in order, while there are slots, tokens, and pages for their complete prompt.
+
+    The chunk of a prompt in a step is the least of these numbers of tokens:
+
+    * the step's prefill limit, less what the rows before have taken of it. The limit is what `PrefillBudget` allows,
+      filled up to the bucket of the step; in a burst, and where no row decodes, the complete token budget;
+    * what is missing of the prompt;
+    * what there are pages for, now or after a preemption.
+
+    It is then cut to a size that the executor has (`SchedulerConfig.chunk_len`), and in front of an image that would
+    not be in it completely (`RequestState.uncut_len`).
     """
 
     def __init__(
@@ -97,7 +107,7 @@ class StepPlanner:
                 return self._build(rows, len(rows), num_steps, drafts=drafts), states
             if self.speculation.waits:
                 return None
-        return self._repeat_last_plan() or self._plan()
+        return self._repeat_last_plan() or self._plan_rows()
 
     def _repeat_last_plan(self) -> tuple[StepPlan, list[RequestState]] | None:
         """Returns a plan with the rows of the last one; None if anything is to be decided."""
@@ -114,7 +124,7 @@ class StepPlanner:
         if not steady.reserve(num_steps, self._allocator):
             return None
         # The result is not needed: no prompt waits. The budget counts its calls as steps.
-        self._prefill_budget.limit(num_decode, self._config.max_num_batched_tokens - num_decode)
+        self._prefill_budget.next_limit(num_decode, self._config.max_num_batched_tokens - num_decode)
         return self._build(steady.advance(num_steps), num_decode, num_steps), steady.states
 
     def check_integrity(self) -> None:
@@ -126,31 +136,34 @@ class StepPlanner:
         if self._steady_batch is not None and self._steady_batch.is_valid:
             self._steady_batch.check_integrity()
 
-    def _plan(self) -> tuple[StepPlan, list[RequestState]] | None:
+    def _plan_rows(self) -> tuple[StepPlan, list[RequestState]] | None:
+        """Returns a plan with rows chosen from the queues; None if no row can be planned."""
         num_decode, prompt = 0, None
         for state in self._queues.running:
             if state.wants_decode:
                 num_decode += 1
             elif prompt is None and state.wants_prefill:
                 prompt = state
-        budget = self._config.max_num_batched_tokens - num_decode
+        token_budget = self._config.max_num_batched_tokens - num_decode
         age = self._burst_age(prompt) if num_decode else None
         is_burst = age is not None
         holds_decode = age is not None and age < BURST_DECODE_DELAY
         if is_burst:
-            limit = self._config.max_num_batched_tokens if holds_decode else budget
+            limit = self._config.max_num_batched_tokens if holds_decode else token_budget
         else:
             limit = self._round_up_to_bucket(
-                num_decode, self._prefill_budget.limit(num_decode, budget, self._queues.prompts(self._now_s)), budget
+                num_decode,
+                self._prefill_budget.next_limit(num_decode, token_budget, self._queues.prompts(self._now_s)),
+                token_budget,
             )
         first = prompt or next(iter(self._queues.waiting), None)
         if limit and first is not None and first.request.spans:
-            limit = min(max(limit, first.least_chunk), budget)
+            limit = min(max(limit, first.least_chunk), token_budget)
         num_steps = self._num_steps(num_decode)
         builder = self._fill(limit, holds_decode, num_steps)
         states = builder.decoding + builder.prefilling
-        if not states and (holds_decode or limit < budget):
-            builder = self._fill(budget)  # no prompt fits, or no row decodes: there is no decode latency to keep
+        if not states and (holds_decode or limit < token_budget):
+            builder = self._fill(token_budget)  # no prompt fits, or no row decodes: there is no decode latency to keep
             states = builder.decoding + builder.prefilling
         self._steady_batch = None
         if not states:
@@ -188,14 +201,14 @@ class StepPlanner:
         self.num_planned += 1
         return plan
 
-    def _round_up_to_bucket(self, num_decode: int, limit: int, budget: int) -> int:
+    def _round_up_to_bucket(self, num_decode: int, limit: int, token_budget: int) -> int:
         """Returns `limit` prompt tokens plus those that fill the padding of the step at no cost."""
         if not limit:
             return 0
         fits = next(
             (bucket for bucket in self._config.token_buckets if bucket >= num_decode + limit), num_decode + limit
         )
-        return min(fits - num_decode, budget)
+        return min(fits - num_decode, token_budget)
 
     def _burst_age(self, prompt: RequestState | None) -> int | None:
         """Returns the age in steps of the burst that the next prompt belongs to; None if to none.
@@ -217,6 +230,7 @@ class StepPlanner:
         return age if age <= self._config.max_running and first.arrived_step <= min(started) else None
 
     def _fill(self, prefill_limit: int, holds_decode: bool = False, num_steps: int = 1) -> PlanBuilder:
+        """Returns the rows of running requests, then of waiting ones that start, with pages."""
         builder = PlanBuilder(prefill_limit, [0] * len(self._config.groups))
         page_size = self._config.page_size
         growing: list[tuple[SequencePages, int]] = []  # for several steps; there are pages for all
@@ -243,7 +257,7 @@ class StepPlanner:
                 state.num_output_placeholders += num_steps
                 state.num_in_flight += 1
         self._allocator.grow_all(growing)
-        self._admit(builder)
+        self._start_waiting(builder)
         return builder
 
     def _grow(self, state: RequestState, length: int) -> int:
@@ -306,7 +320,11 @@ class StepPlanner:
         state.num_output_placeholders += samples
         state.num_in_flight += 1
 
-    def _admit(self, builder: PlanBuilder) -> None:
+    def _start_waiting(self, builder: PlanBuilder) -> None:
+        """Adds rows of waiting requests, preempted ones among them, in order of rank.
+
+        The first that lacks a slot, tokens or pages ends it: no request behind it starts earlier.
+        """
         for state in () if self._is_full(builder) else tuple(self._queues.waiting):
             if self._is_full(builder):
                 return
@@ -325,7 +343,7 @@ class StepPlanner:
                 continue  # it takes no page from those behind it
             if not builder.wanted_chunk(self._config, len(state.tokens)):
                 return
-            pages = self._open(builder, state, parent)
+            pages = self._allocate_slot(builder, state, parent)
             if pages is None:
                 return
             wanted = self._config.chunk_len(min(builder.prefill_left, state.num_prefill_tokens - state.num_planned))
@@ -355,10 +373,13 @@ class StepPlanner:
         can_share = parent is not None and parent.request.cache_prompt and parent.rope_len == state.rope_len
         return parent if can_share else None
 
-    def _open(self, builder: PlanBuilder, state: RequestState, parent: RequestState | None) -> SequencePages | None:
-        """Allocates a slot and pages for `state`, or None.
+    def _allocate_slot(
+        self, builder: PlanBuilder, state: RequestState, parent: RequestState | None
+    ) -> SequencePages | None:
+        """Starts `state` in a slot, on the pages that it shares; returns them, or None if it waits.
 
-        Enough pages must remain for the prompts of running requests.
+        It shares those of `parent`, or of the prefix cache. It waits unless enough pages remain for its prompt and for
+        those of running requests.
         """
         num_running = len(self._queues.running)
         spare = [num + num_running for num in builder.outstanding]  # a page for each, or the next step would preempt
