@@ -107,8 +107,10 @@ class Admission:
 Command = Callable[[], None]
 
 
-class Entries:
-    """Makes the commands with which requests enter.
+class InputProcessor:
+    """Checks and completes requests, and makes the commands with which they enter.
+
+    Its methods run on the threads of callers; the commands on the engine's.
 
     Args:
         ids: Ids of the requests to come.
@@ -182,9 +184,10 @@ class Entries:
         return enter, handle
 
     def _completed(self, request: Request, request_id: RequestId) -> Request:
-        """Returns a request with what only the engine knows: id, times, adapter, and room.
+        """Returns a request with what only the engine knows: id, times, adapter, seed and room.
 
-        The scheduler would end it there anyway. Its token history then needs no more memory than a sequence has.
+        Its answer is limited to the room of a sequence, at which the scheduler would end it anyway: its token history
+        then needs no more memory than that.
         """
         runner, params, now = self._runner, request.params, time.monotonic()
         params.check_tokens(runner.vocab_size)

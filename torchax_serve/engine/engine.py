@@ -1,4 +1,20 @@
-"""Engine: any mix of requests on one model. `Engine.step` is schedule, execute, commit."""
+"""Engine: any mix of requests on one model. `Engine.step` is schedule, execute, commit.
+
+Threads, and what each may do:
+
+* **Callers**, any threads and event loops, make requests and check them (`InputProcessor.make`). What changes requests
+  they send as a command to the engine's thread: an entry, a cancellation, a call. The lock of `Engine._wake` guards the
+  commands, `Engine.close_reason` and `Admission`, and nothing else; it is reentrant, because a finalizer or a signal
+  handler may cancel while its thread holds it.
+* **The engine's thread** (`Engine._run`), one for each engine, alone uses the scheduler, the executor, the sampler and
+  the output processor; others read counts of the scheduler and constants of the runner. Between two steps it runs the
+  commands that have come, in their order: a cancellation is behind the entry of its request. It waits for no reader.
+* **The device** runs dispatches in the order in which they were sent, `MAX_IN_FLIGHT` at most. Step n + 1 is planned
+  and sent before the tokens of step n are read and committed.
+* **Readers** take outputs from the queue of their `RequestHandle`. One that blocks in a thread is woken by the put; one
+  in an event loop by `call_soon_threadsafe`, once for many readers (`ReaderWakeups`).
+* **Compile threads** (`torchax_serve/compilation/background.py`) make programs ahead; they touch no request.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +35,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from model_adapters.errors import InvalidArgumentError, RequestError, TorchaxServeError
 from model_adapters.jax_settings import programs_run
 from torchax_serve.compilation.yielding import note_computing
-from torchax_serve.engine.admission import DRAINED, Admission, Entries
+from torchax_serve.engine.admission import DRAINED, Admission, InputProcessor
 from torchax_serve.engine.dispatch_queue import DispatchQueue
 from torchax_serve.engine.model_runner import MaskedRequests, ModelRunner, warm_up
 from torchax_serve.engine.options import MAX_NUM_WAITING, MAX_NUM_WAITING_TOKENS
@@ -210,7 +226,8 @@ class Engine:
         lock = threading.RLock()
         self._wake, self._idle = threading.Condition(lock), threading.Condition(lock)  # idle: nothing is left to do
         run, masked = self._run_on_engine_thread, self._masked
-        self._entries = Entries(ids or itertools.count(), scheduler, runner, self._output_processor, masked, run)
+        request_ids = ids or itertools.count()
+        self._input_processor = InputProcessor(request_ids, scheduler, runner, self._output_processor, masked, run)
         self.close_reason: str | None = None
         self._counts = StepCounts()
         self.check_integrity = False  # after every step: for tests
@@ -240,7 +257,7 @@ class Engine:
             TorchaxServeError: the engine is closed or drains, or this process was forked from the one that made it.
         """
         self._process.check("an engine")
-        entries = [self._entries.make(request) for request in requests]
+        entries = [self._input_processor.make(request) for request in requests]
         handles = [handle for _, handle in entries]
         prompt_lens = [handle.prompt_len for handle in handles]
 
@@ -254,7 +271,7 @@ class Engine:
             self.progress.will_be_due()
             goes_on = all(request.is_continuation for request in requests)
             self.admission.admit(prompt_lens, self._scheduler, self.close_reason, is_continuation=goes_on)
-            self._entries.send(enter_all, handles)
+            self._input_processor.send(enter_all, handles)
             self._handles.update(handles)
         return handles
 
@@ -264,7 +281,7 @@ class Engine:
 
         Answers to one prompt then share its pages whatever the other threads do. None may be read before the end.
         """
-        with self._entries.together(lambda: f"the engine was closed ({self.close_reason})"):
+        with self._input_processor.together(lambda: f"the engine was closed ({self.close_reason})"):
             yield
 
     def _run_on_engine_thread(self, command: Callable[[], None], abandon: Callable[[], None] = lambda: None) -> None:
@@ -383,7 +400,7 @@ class Engine:
     def _wait_for_work(self) -> bool:
         """Runs commands, waiting for some if there is no other work; False if the engine is closed.
 
-        Readers are woken here: they run while the engine rests.
+        Readers in event loops are woken here: they run while the engine rests.
         """
         began = time.monotonic()
         self._output_processor.notify_async_readers()
@@ -421,7 +438,7 @@ class Engine:
         max_in_flight = MAX_IN_FLIGHT if self._runner.runs_ahead and self._dispatched.is_timed else 1
         if len(self._dispatched) >= max_in_flight or (plan is None and self._dispatched):
             self._output_processor.notify_async_readers()  # of what has ended: the device may compute for a while
-            self._retire_oldest()
+            self._commit_oldest()
         for request_id in self._output_processor.take_failed():
             self._scheduler.abort(request_id, "error")
         if self.check_integrity:
@@ -431,9 +448,11 @@ class Engine:
         self._counts.busy_s += time.monotonic() - began
 
     def _execute(self, plan: StepPlan) -> None:
+        """Sends a plan to the device, or ends the requests of one that cannot be sent."""
+
         def read_all() -> None:  # tokens of all steps in flight, for masks
             while self._dispatched:
-                if (error := self._retire_oldest()) is not None:
+                if (error := self._commit_oldest()) is not None:
                     raise error
 
         num_untimed, find = self._runner.num_untimed, self._scheduler.find
@@ -447,7 +466,7 @@ class Engine:
             if self.close_reason:  # by `close`, which ends its request with an error
                 return
             while self._dispatched:  # tokens that the request has got come first
-                self._retire_oldest()
+                self._commit_oldest()
             self._output_processor.deliver(self._scheduler.fail(plan, end.reason))
             return
         except Exception as error:
@@ -460,8 +479,8 @@ class Engine:
         sent_s = time.monotonic() if masks is None else sent_s  # a masked one has waited for the step before
         self._dispatched.push(step, expected_seconds, self._runner.num_untimed == num_untimed, sent_s)
 
-    def _retire_oldest(self) -> Exception | None:
-        """Takes the tokens of the oldest step in flight, or ends its requests and returns its error."""
+    def _commit_oldest(self) -> Exception | None:
+        """Reads, commits and delivers the oldest step in flight; returns its error if it has failed."""
         oldest = self._dispatched.pop()
         step, waits_from = oldest.step, time.monotonic()
         try:

@@ -73,24 +73,28 @@ class RequestHandle:
         return 0 if self.state is None else self.state.num_preemptions
 
     def __del__(self) -> None:
-        """Cancels the request: its output has no reader any more."""
+        """Cancels the request, whose output has no reader any more.
+
+        Nothing else holds the handle: the output processor and the commands have weak references.
+        """
         try:
             self.cancel()
         except Exception:  # the interpreter is being taken down
             return
 
     def put(self, new: RequestOutput | RowResult) -> None:
-        """Stores an output on the engine's thread, which then has `loop` call `wake`, if set.
+        """Stores an output, on the engine's thread, which then has `loop` call `wake`, if set.
 
-        An outcome stands for its tokens: most arrivals are nothing more, and it is the reader who makes them of it.
+        Most outputs are tokens and nothing else. Those come as the `RowResult` of the commit, and the reader's thread
+        makes the `RequestOutput` (`_take`): the engine's is spared it.
         """
         self.has_output = True
         self._arrivals.put(new)
 
     def fail(self, error: str) -> None:
-        """Ends the reading with an error.
+        """Gives the reader an error as its last output.
 
-        Called from any thread, where the engine's own does not any more.
+        Called from any thread, once the engine's own delivers nothing more.
         """
         self.put(RequestOutput((), finish_reason="error", error=error))
         loop = self.loop
