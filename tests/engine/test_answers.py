@@ -2,6 +2,7 @@
 
 import threading
 import time
+import weakref
 
 import pytest
 from engine_models import VOCAB_SIZE, expected_tokens, tiny_model
@@ -56,6 +57,8 @@ def test_answers_enter_together_however_long_their_submission_takes(model, monke
         dropped, closed, read = (model.stream(PROMPT, SamplingParams(**SAMPLED)) for _ in range(3))
         del dropped
         closed.close()
+        gone = weakref.ref(model.iter_tokens(PROMPT, params=SamplingParams(**SAMPLED)).handle)
+        assert gone() is None  # no command holds what has no reader
     assert list(closed) == [] and closed.stats.finish_reason == "abort"
     list(read)
     assert len(read.token_ids) == 6

@@ -169,6 +169,7 @@ class InputProcessor:
         def enter() -> None:
             handle = reader()
             if handle is None:
+                request.close()
                 return
             try:
                 own = request

@@ -257,14 +257,17 @@ class Engine:
             TorchaxServeError: the engine is closed or drains, or this process was forked from the one that made it.
         """
         self._process.check("an engine")
-        entries = [self._input_processor.make(request) for request in requests]
-        handles = [handle for _, handle in entries]
+        commands, handles = [], []
+        for request in requests:
+            enter, handle = self._input_processor.make(request)
+            commands.append(enter)
+            handles.append(handle)
         prompt_lens = [handle.prompt_len for handle in handles]
 
         def enter_all() -> None:
             with self._wake:  # or others could see that the requests are neither entering nor live
                 self.admission.entered(prompt_lens)
-                for enter, _ in entries:
+                for enter in commands:
                     enter()
 
         with self._wake:
