@@ -90,11 +90,11 @@ def fill_seconds(make: Any, size: int, num_steps: int) -> list[float]:
     rows: list[tuple[Any, list[int]]] = [(make(), []) for _ in range(NUM_ROWS)]
     for _ in range(num_steps):
         for number, (masks, token_ids) in enumerate(rows):
-            words = np.full(num_words(size), ALL_TOKENS)
+            bitmask = np.full(num_words(size), ALL_TOKENS)
             began = time.thread_time()
-            masks.fill(words, token_ids)
+            masks.fill(bitmask, token_ids)
             seconds.append(time.thread_time() - began)
-            allowed = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")[: size - 1])
+            allowed = np.flatnonzero(np.unpackbits(bitmask.view(np.uint8), bitorder="little")[: size - 1])
             if allowed.size:
                 token_ids.append(int(rng.choice(allowed)))
             else:  # the answer is complete
@@ -105,8 +105,8 @@ def fill_seconds(make: Any, size: int, num_steps: int) -> list[float]:
 def device_seconds(size: int, num_turns: int) -> tuple[float, float]:
     """Median seconds of the end of a step, without masks and with them."""
 
-    def end_of_step(table: jax.Array, hidden: jax.Array, words: jax.Array | None) -> jax.Array:
-        return mask_logits(hidden @ table.T, words, lambda logits: logits.argmax(-1))
+    def end_of_step(table: jax.Array, hidden: jax.Array, bitmask: jax.Array | None) -> jax.Array:
+        return mask_logits(hidden @ table.T, bitmask, lambda logits: logits.argmax(-1))
 
     rng = np.random.default_rng(0)
     table = jnp.asarray(rng.standard_normal((size, HIDDEN_SIZE), np.float32))
@@ -156,11 +156,11 @@ class TimedMasks:
     def __init__(self, masks: Any, seconds: list[float]) -> None:
         self._masks, self._seconds = masks, seconds
 
-    def fill(self, words: np.ndarray, token_ids: Any) -> Any:
+    def fill(self, bitmask: np.ndarray, token_ids: Any) -> Any:
         """Computes the mask of the next token."""
         began = time.thread_time()
         try:
-            return self._masks.fill(words, token_ids)
+            return self._masks.fill(bitmask, token_ids)
         finally:
             self._seconds.append(time.thread_time() - began)
 

@@ -161,7 +161,7 @@ def test_a_mask_allows_the_tokens_of_its_bits(programs, options):
         programs.assign_slot(slot, Row(options, seed=slot).params(VOCAB_SIZE), (7, 8))
     logits = np.random.default_rng(8).normal(size=(4, VOCAB_SIZE)).astype(np.float32)
     rows = [Row(options).plan_row(slot) for slot in range(4)]
-    sampled = programs.sample(rows, jnp.asarray(logits), words=bits(allowed))
+    sampled = programs.sample(rows, jnp.asarray(logits), bitmask=bits(allowed))
     tokens = sampled.tokens.tolist()
     assert tokens[0] in allowed[0]
     assert tokens[1:3] == [0, INVALID_TOKEN]

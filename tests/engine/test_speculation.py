@@ -98,9 +98,9 @@ class Banned:
     def __init__(self, token):
         self.token, self.seen = token, []
 
-    def fill(self, words, output_ids):
+    def fill(self, bitmask, output_ids):
         self.seen.append(list(output_ids))
-        words[self.token // 32] &= np.array(~(1 << self.token % 32), np.int64).astype(np.int32)
+        bitmask[self.token // 32] &= np.array(~(1 << self.token % 32), np.int64).astype(np.int32)
 
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 1.0, "do_sample": True, "logprobs": 2}])

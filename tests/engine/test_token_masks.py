@@ -17,13 +17,13 @@ class OnlyAfter:
     def __init__(self, answer, fails_at=None):
         self.answer, self.fails_at, self.seen = answer, fails_at, []
 
-    def fill(self, words, output_ids):
+    def fill(self, bitmask, output_ids):
         self.seen.append(list(output_ids))
         if len(output_ids) == self.fails_at:
             raise ValueError("no mask")
-        words[:] = 0
+        bitmask[:] = 0
         token = self.answer[len(output_ids)]
-        words[token // 32] = np.array(1 << (token % 32), np.uint32).view(np.int32)
+        bitmask[token // 32] = np.array(1 << (token % 32), np.uint32).view(np.int32)
 
 
 @pytest.fixture(scope="module", params=["llama", "mamba"])

@@ -66,11 +66,11 @@ class TableExecutor:
             logits[index] = TABLE[last[row.slot] if row.is_decode else row.token_ids[-1]]
         return jax.device_put(logits, default_sharding())
 
-    def run_decode(self, plan, sampler, words=None):
+    def run_decode(self, plan, sampler, make_bitmask=None):
         if plan.drafts is None:
             return None
         results, _ = self._decoder.run(plan, sampler)
-        return self._decoder.sample(plan, sampler, results, words)
+        return self._decoder.sample(plan, sampler, results, make_bitmask)
 
 
 class Loop:
@@ -125,10 +125,10 @@ class Banned:
     def __init__(self, token):
         self.token, self.seen = token, []
 
-    def fill(self, words, output_ids):
+    def fill(self, bitmask, output_ids):
         self.seen.append(list(output_ids))
         if len(output_ids) % 2:
-            words[0] &= ~np.int32(1 << self.token)
+            bitmask[0] &= ~np.int32(1 << self.token)
 
 
 def by_hand(prompt, banned=None, penalty=1.0):

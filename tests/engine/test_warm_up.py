@@ -40,8 +40,8 @@ def counting_compilations(engine):
 class OddTokens:
     """Masks that allow odd tokens only."""
 
-    def fill(self, words, output_ids):
-        words[:] = np.array(0xAAAAAAAA, np.uint32).view(np.int32)
+    def fill(self, bitmask, output_ids):
+        bitmask[:] = np.array(0xAAAAAAAA, np.uint32).view(np.int32)
 
 
 def request(prompt=PROMPT, max_new_tokens=6, masks=None, fork_of=None, params=None, **config):

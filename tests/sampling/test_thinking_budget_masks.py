@@ -41,9 +41,9 @@ def answer_of(masks, tokenizer, wanted, behind):
     """The tokens of a model that wants some tokens, and those behind the reasoning once it has been closed for it."""
     found, wanted = [], list(wanted)
     while wanted:
-        words = np.full(num_words(len(tokenizer)), -1, np.int32)
-        masks.fill(words, found)
-        allowed = np.unpackbits(words.view(np.uint8), bitorder="little")[: len(tokenizer)]
+        bitmask = np.full(num_words(len(tokenizer)), -1, np.int32)
+        masks.fill(bitmask, found)
+        allowed = np.unpackbits(bitmask.view(np.uint8), bitorder="little")[: len(tokenizer)]
         if allowed[wanted[0]]:
             found.append(wanted.pop(0))
             continue
@@ -102,11 +102,11 @@ def test_several_reasonings_have_one_budget(is_special):
     shown = tokenizer.decode(encode(tokenizer, second)[:left])
     assert text == f"<think>{first}</think><think>{shown}</think>{ANSWER}"
     if is_special:
-        words = np.full(num_words(len(tokenizer)), -1, np.int32)
+        bitmask = np.full(num_words(len(tokenizer)), -1, np.int32)
         masks = ThinkingBudgetMasks(0, tokens)
-        masks.fill(words, encode(tokenizer, "<think></think>"))
+        masks.fill(bitmask, encode(tokenizer, "<think></think>"))
         opening = tokenizer.convert_tokens_to_ids("<think>")
-        assert words.view(np.uint32)[opening // 32] == 0xFFFFFFFF & ~(1 << (opening % 32))
+        assert bitmask.view(np.uint32)[opening // 32] == 0xFFFFFFFF & ~(1 << (opening % 32))
 
 
 @pytest.mark.fast
@@ -139,7 +139,7 @@ def test_markers_may_share_tokens_with_other_text():
 
     tokenizer = Characters([*"<>/abcdefghijklmnopqrstuvwxyz.", ".<", "/think", ">\n\nA"])
     masks = ThinkingBudgetMasks(3, MarkerTokens(ReasoningMarkers("<think>", "</think>"), tokenizer), "<think>")
-    words = np.full(2, -1, np.int32)
+    bitmask = np.full(2, -1, np.int32)
     ids = [tokenizer.pieces.index(piece) for piece in ("a", ".<", "/think", ">\n\nA")]
-    masks.fill(words, ids)
-    assert masks.is_done and (words == -1).all()
+    masks.fill(bitmask, ids)
+    assert masks.is_done and (bitmask == -1).all()

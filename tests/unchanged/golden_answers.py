@@ -72,8 +72,8 @@ BAD_PROMPTS = [[], [-1], [VOCAB_SIZE], [True], [1.5], "text", list(range(3, 90))
 class EvenTokens:
     """Masks of a request that may use even tokens only."""
 
-    def fill(self, words, output_ids):
-        words[:] = np.int32(0x55555555)
+    def fill(self, bitmask, output_ids):
+        bitmask[:] = np.int32(0x55555555)
 
 
 def prompts():

@@ -88,7 +88,7 @@ class PlanMasks:
     """Masks of the rows of one plan, not computed yet.
 
     Args:
-        num_words: Words of a row.
+        num_words: Words of a row of the bitmask.
         masked: Index, slot, masks and state of each masked row.
         read_tokens: Reads the tokens of all steps in flight.
     """
@@ -101,8 +101,8 @@ class PlanMasks:
     ) -> None:
         self._num_words, self._masked, self._read_tokens = num_words, masked, read_tokens
 
-    def words(self, num_rows: int, failures: dict[int, Exception]) -> np.ndarray:
-        """Computes the masks, int32[num_rows, ceil(vocab / 32)].
+    def bitmask(self, num_rows: int, failures: dict[int, Exception]) -> np.ndarray:
+        """Computes the bitmask of a step, int32[num_rows, ceil(vocab / 32)].
 
         The device computes the logits of the plan meanwhile: it needs the tokens before, and not their values here.
 
@@ -114,16 +114,16 @@ class PlanMasks:
             Exception: A step in flight has failed.
         """
         self._read_tokens()
-        words = np.full((num_rows, self._num_words), ALL_TOKENS)
+        bitmask = np.full((num_rows, self._num_words), ALL_TOKENS)
         for index, slot, masks, state in self._masked:
             if state.finish_reason is not None:
                 continue  # with a token that has just been read: the row's next one is not delivered
             try:
-                masks.fill(words[index], state.output_ids)
+                masks.fill(bitmask[index], state.output_ids)
             except Exception as error:  # of this request
-                words[index] = ALL_TOKENS
+                bitmask[index] = ALL_TOKENS
                 failures[slot] = error
-        return words
+        return bitmask
 
 
 class ModelRunner:
@@ -285,10 +285,10 @@ class ModelRunner:
             self._executor.prepare(plan)
         step = InFlightStep(plan, weights_version=self.weights_version)
         failures: dict[int, Exception] = {}
-        words_of = None if masks is None else functools.partial(masks.words, failures=failures)
+        make_bitmask = None if masks is None else functools.partial(masks.bitmask, failures=failures)
         is_fused = masks is None and not plan.prefill_rows and self._executor.limits.fused_decode_steps
         if is_fused or plan.drafts is not None:
-            step.tokens, step.failures = self._executor.run_decode(plan, self._sampler, words_of), failures
+            step.tokens, step.failures = self._executor.run_decode(plan, self._sampler, make_bitmask), failures
             if step.tokens is not None:
                 return step
         tops = [requests[row.slot].params.prompt_logprobs for row in plan.prefill_rows]
@@ -301,8 +301,8 @@ class ModelRunner:
                 step.prompt, logits = self._executor.run_scored(
                     plan.rows, plan.page_tables, self._sampler, following, asked
                 )
-            words = None if words_of is None else words_of(len(logits))
-            step.sampled.append(self._sampler.sample(plan.rows, logits, ahead, words))
+            bitmask = None if make_bitmask is None else make_bitmask(len(logits))
+            step.sampled.append(self._sampler.sample(plan.rows, logits, ahead, bitmask))
         step.failures = self._sampler.take_failures() | failures
         return step
 

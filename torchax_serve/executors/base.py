@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from model_adapters.sharding.model_sharding import ModelSharding
 
 
-MaskWords = Callable[[int], np.ndarray]
-"""Computes the masks of so many rows, as `Sampler.sample` takes them; called once the device computes their logits."""
+MakeBitmask = Callable[[int], np.ndarray]
+"""Computes the bitmask of so many rows, as `Sampler.sample` takes it; called while the device computes their logits."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -213,9 +213,9 @@ class Executor(Protocol):
         """
 
     def run_decode(
-        self, plan: StepPlan, sampler: Sampler, words: MaskWords | None = None
+        self, plan: StepPlan, sampler: Sampler, make_bitmask: MakeBitmask | None = None
     ) -> jax.Array | VerifiedTokens | None:
-        """Dispatches all steps of a decode plan; `words` masks rows of a plan with drafts.
+        """Dispatches all steps of a decode plan; `make_bitmask` is for rows of a plan with drafts.
 
         Returns tokens int32[>= num_steps, S], or what a plan with drafts brings, which only an executor gets that was
         made with options of speculation. None: nothing was dispatched, because a row needs more than tokens

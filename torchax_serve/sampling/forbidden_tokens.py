@@ -88,9 +88,9 @@ def _ends_of_ngrams(tokens: Sequence[int], size: int) -> list[int]:
 
 
 def _masked(masks: TokenMasks, output_ids: Sequence[int], vocab_size: int) -> np.ndarray:
-    words = np.full(num_words(vocab_size), -1, np.int32)
-    masks.fill(words, list(output_ids))
-    return np.unpackbits(words.view(np.uint8), bitorder="little")[:vocab_size] == 0
+    bitmask = np.full(num_words(vocab_size), -1, np.int32)
+    masks.fill(bitmask, list(output_ids))
+    return np.unpackbits(bitmask.view(np.uint8), bitorder="little")[:vocab_size] == 0
 
 
 def _as_bits(ids: Sequence[int], vocab_size: int) -> np.ndarray:

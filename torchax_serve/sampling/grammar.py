@@ -89,7 +89,7 @@ class GrammarMasks:
         self._after = after
         self._num_consumed = 0
 
-    def fill(self, words: np.ndarray, output_ids: Sequence[int]) -> None:
+    def fill(self, bitmask: np.ndarray, output_ids: Sequence[int]) -> None:
         """Implements `TokenMasks.fill`.
 
         Raises:
@@ -105,11 +105,11 @@ class GrammarMasks:
         if new and not self._matcher.consume_tokens(new):
             raise NoTokenLeftError(["masks"], len(output_ids), self._matcher.get_error()[:200])
         if self._matcher.is_stopped() and not self._matcher.is_error():
-            words[:] = 0
+            bitmask[:] = 0
             for token_id in self._eos_ids:
-                words.view(np.uint32)[token_id // 32] |= np.uint32(1 << (token_id % 32))
+                bitmask.view(np.uint32)[token_id // 32] |= np.uint32(1 << (token_id % 32))
             return
-        self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        self._matcher.unsafe_compute_mask_ptr(bitmask.ctypes.data, bitmask.nbytes)
         if self._matcher.is_error():
             raise NoTokenLeftError(["masks"], len(output_ids), self._matcher.get_error()[:200])
 

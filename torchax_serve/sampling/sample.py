@@ -23,7 +23,7 @@ from torchax_serve.sampling.types import Logprobs, RowOptions, Sampled, SamplerS
 
 
 def sample(
-    spec: SamplerSpec, options: RowOptions, state: SamplerState, logits: jax.Array, words: jax.Array | None = None
+    spec: SamplerSpec, options: RowOptions, state: SamplerState, logits: jax.Array, bitmask: jax.Array | None = None
 ) -> tuple[Sampled, SamplerState]:
     """Samples a token for each row. Pure: jit it with `spec` static and `state` donated.
 
@@ -36,34 +36,34 @@ def sample(
         options: Options of the n rows.
         state: State of all slots.
         logits: float[n, vocab], of each row's last token.
-        words: int32[n, ceil(vocab / 32)], tokens that a row may sample, as for `mask_logits`; None: all.
+        bitmask: int32[n, ceil(vocab / 32)], tokens that a row may sample, as for `mask_logits`; None: all.
     """
-    tokens, scores, token_logprobs = _choose(spec, options, state, logits, words)
+    tokens, scores, token_logprobs = _choose(spec, options, state, logits, bitmask)
     logprobs = logprobs_of(logits, tokens, num_top=spec.num_top) if spec.logprobs else None
     return Sampled(tokens, logprobs, scores, token_logprobs), append(spec, options, state, tokens)
 
 
 def choose(
-    spec: SamplerSpec, options: RowOptions, state: SamplerState, logits: jax.Array, words: jax.Array | None = None
+    spec: SamplerSpec, options: RowOptions, state: SamplerState, logits: jax.Array, bitmask: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array | None]:
     """Returns tokens int32[n], and scores float32[n, vocab] if `spec` asks for them.
 
     Arguments are those of `sample`; the state does not change.
     """
-    return _choose(spec, options, state, logits, words)[:2]
+    return _choose(spec, options, state, logits, bitmask)[:2]
 
 
 def _choose(
-    spec: SamplerSpec, options: RowOptions, state: SamplerState, logits: jax.Array, words: jax.Array | None
+    spec: SamplerSpec, options: RowOptions, state: SamplerState, logits: jax.Array, bitmask: jax.Array | None
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
     """Returns what `choose` does, with log-probabilities float32[n] if there is a history."""
     if spec.level == "greedy":  # a maximum is the same in any order, and in the dtype of the logits
-        best = mask_logits(logits, words, functools.partial(_best_tokens, spec))
-        return best, mask_logits(logits, words).astype(jnp.float32) if spec.scores else None, None
+        best = mask_logits(logits, bitmask, functools.partial(_best_tokens, spec))
+        return best, mask_logits(logits, bitmask).astype(jnp.float32) if spec.scores else None, None
     has_history = spec.level == "history" and state.history is not None
 
-    def of_rows(options: RowOptions, logits: jax.Array, words: jax.Array | None) -> tuple[jax.Array, ...]:
-        scores = processed(spec, options, state, mask_logits(logits, words))
+    def of_rows(options: RowOptions, logits: jax.Array, bitmask: jax.Array | None) -> tuple[jax.Array, ...]:
+        scores = processed(spec, options, state, mask_logits(logits, bitmask))
         best = _best_tokens(spec, _renormalized(spec, options, state, scores))
 
         def drawn() -> tuple[jax.Array, ...]:
@@ -85,9 +85,9 @@ def _choose(
         return lax.cond(is_random.any(), drawn, greedy)
 
     if spec.level == "penalties" and not spec.draws:  # no sums, so rows cannot change each other
-        tokens, *rest = of_rows(options, logits, words)
+        tokens, *rest = of_rows(options, logits, bitmask)
     else:
-        tokens, *rest = per_row(of_rows, options, logits, words, num_rows=_num_read(options, state))
+        tokens, *rest = per_row(of_rows, options, logits, bitmask, num_rows=_num_read(options, state))
     return tokens, rest[-1] if spec.scores else None, rest[0] if has_history else None
 
 
@@ -143,7 +143,7 @@ def append(spec: SamplerSpec, options: RowOptions, state: SamplerState, tokens: 
 def logprobs_of(
     logits: jax.Array,
     tokens: jax.Array,
-    words: jax.Array | None = None,
+    bitmask: jax.Array | None = None,
     *,
     num_top: int,
     has_top: jax.Array | bool = True,
@@ -156,14 +156,14 @@ def logprobs_of(
     Args:
         logits: float[n, vocab].
         tokens: int32[n].
-        words: As in `sample`; masked tokens have a probability of zero.
+        bitmask: As in `sample`; masked tokens have a probability of zero.
         num_top: Number of likeliest tokens.
         has_top: Whether these are read; else they are zeros.
         num_rows: Number of rows that are read, as in `per_row`.
     """
 
-    def of_rows(logits: jax.Array, tokens: jax.Array, words: jax.Array | None) -> Logprobs:
-        logits = mask_logits(logits, words).astype(jnp.float32)
+    def of_rows(logits: jax.Array, tokens: jax.Array, bitmask: jax.Array | None) -> Logprobs:
+        logits = mask_logits(logits, bitmask).astype(jnp.float32)
         total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
         column = jnp.where(tokens < 0, logits.shape[1], tokens)[:, None]
         logit = jnp.take_along_axis(logits, column, axis=1, mode="fill", fill_value=jnp.nan)
@@ -180,7 +180,7 @@ def logprobs_of(
         none = jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)
         return Logprobs(chosen[:, 0], rank, *lax.cond(has_top, likeliest, lambda: none))
 
-    logprobs: Logprobs = per_row(of_rows, logits, tokens, words, num_rows=num_rows)
+    logprobs: Logprobs = per_row(of_rows, logits, tokens, bitmask, num_rows=num_rows)
     return logprobs
 
 

@@ -166,12 +166,14 @@ class SlotParams:
             num_rows: Number of rows of the logits, at least as many.
             ahead: Number of steps since the first one of the plan; above 0 all rows decode.
         """
-        batch_rows, spec = self.level_of(plan_rows, num_rows, ahead)
+        batch_rows, spec = self.options_and_spec(plan_rows, num_rows, ahead)
         ints = batch_rows.ints.copy()
         ints[:, NUM_NEW] = self._num_new(batch_rows, plan_rows, ahead)
         return RowOptions(ints, batch_rows.floats), spec
 
-    def level_of(self, plan_rows: Sequence[PlanRow], num_rows: int, ahead: int = 0) -> tuple[BatchRows, SamplerSpec]:
+    def options_and_spec(
+        self, plan_rows: Sequence[PlanRow], num_rows: int, ahead: int = 0
+    ) -> tuple[BatchRows, SamplerSpec]:
         """Returns the step-independent options of a step's rows, and the program that covers them."""
         if isinstance(plan_rows, DecodeBatch):
             slots = plan_rows.slots
@@ -291,7 +293,7 @@ class Sampler:
         self.state = SamplerState.empty(self._num_slots, self._sharding)
         self._failures: dict[int, Exception] = {}
         self._placed: tuple[BatchRows, RowOptions] | None = None
-        self._unmasked: dict[int, jax.Array] = {}  # words of so many rows without masks
+        self._unmasked: dict[int, jax.Array] = {}  # by number of rows, a bitmask of ones
 
     @property
     def num_traces(self) -> int:
@@ -353,7 +355,7 @@ class Sampler:
         return SamplerTables(**zeros), empty_history(self._num_slots, self._max_len)
 
     def sample(
-        self, plan_rows: Sequence[PlanRow], logits: jax.Array, ahead: int = 0, words: np.ndarray | None = None
+        self, plan_rows: Sequence[PlanRow], logits: jax.Array, ahead: int = 0, bitmask: np.ndarray | None = None
     ) -> Sampled:
         """Dispatches the sampling of a token for each row and returns at once.
 
@@ -361,10 +363,10 @@ class Sampler:
             plan_rows: Rows of the plan; those that do not sample get a token without meaning.
             logits: float[n, vocab], of each row's last token; n may exceed the number of rows.
             ahead: Number of steps since the first one of the plan.
-            words: int32[n, ceil(vocab / 32)], tokens that each row may sample (`mask_logits`); None: all.
+            bitmask: int32[n, ceil(vocab / 32)], tokens that each row may sample (`mask_logits`); None: all.
         """
         options, spec = self.slots.rows(plan_rows, len(logits), ahead)
-        placed = self._words(len(logits)) if words is None else jax.device_put(words, self._sharding)
+        placed = self._all_allowed(len(logits)) if bitmask is None else jax.device_put(bitmask, self._sharding)
         sampled = self._run(PROGRAMS[spec.level], options, logits, placed)
         if spec.logprobs:
             logprobs = self.logprobs(logits, sampled.tokens, spec.num_top, len(plan_rows), placed)
@@ -372,11 +374,11 @@ class Sampler:
             sampled = dataclasses.replace(sampled, logprobs=logprobs)
         return sampled
 
-    def _words(self, num_rows: int) -> jax.Array:
-        """Returns words of rows without masks."""
+    def _all_allowed(self, num_rows: int) -> jax.Array:
+        """Returns the bitmask of rows without masks, which stays on the device."""
         if num_rows not in self._unmasked:
-            words = np.full((num_rows, num_words(self._vocab_size)), ALL_TOKENS)
-            self._unmasked[num_rows] = jax.device_put(words, self._sharding)
+            bitmask = np.full((num_rows, num_words(self._vocab_size)), ALL_TOKENS)
+            self._unmasked[num_rows] = jax.device_put(bitmask, self._sharding)
         return self._unmasked[num_rows]
 
     def take_failures(self) -> dict[int, Exception]:
@@ -387,14 +389,14 @@ class Sampler:
     def fused_options(
         self, plan_rows: Sequence[PlanRow], num_rows: int, *, has_logprobs: bool = False
     ) -> tuple[RowOptions, bool] | None:
-        """Returns options for a program with sampling, and whether any row draws tokens.
+        """Returns options for a program that samples in it, and whether any row draws tokens.
 
-        None if a row needs tables or a history, or, if the program has not, log-probabilities. The
-        options are those of rows before their first token (`RowOptions.advanced` their length they are those of now),
-        so that they stay on the device while the same requests decode. The program gets `take_state` the level
-        "sampled" and gives its new state to `set_state`.
+        None if a row needs tables or a history, or log-probabilities that the program does not compute
+        (`has_logprobs`). The options are those of rows before the first token of their prompts; the program adds the
+        length of each row to them (`RowOptions.advanced`). So they stay on the device while the same requests decode.
+        The program gets the state `take_state("sampled")`, and `set_state` its new one.
         """
-        batch_rows, spec = self.slots.level_of(plan_rows, num_rows)
+        batch_rows, spec = self.slots.options_and_spec(plan_rows, num_rows)
         if (spec.logprobs and not has_logprobs) or spec.level not in ("greedy", "sampled"):
             return None
         return self._on_device(batch_rows), spec.level == "sampled"
@@ -415,14 +417,16 @@ class Sampler:
             state, tables=state.tables or self.state.tables, history=state.history or self.state.history
         )
 
-    def logprobs(self, logits: jax.Array, tokens: jax.Array, num_top: int, num_rows: int, words: jax.Array) -> Logprobs:
-        """Computes log-probabilities of `tokens` int32[n], without those that `words` mask.
+    def logprobs(
+        self, logits: jax.Array, tokens: jax.Array, num_top: int, num_rows: int, bitmask: jax.Array
+    ) -> Logprobs:
+        """Computes log-probabilities of `tokens` int32[n], without those that `bitmask` excludes.
 
         The result has the likeliest tokens, as many as programs return; they have a meaning if `num_top` is above 0.
         Only the first `num_rows` rows are read.
         """
         found: Logprobs = self._logprobs(
-            {}, logits, tokens, words, np.bool_(num_top > 0), np.int32(num_rows), spec=self._num_top
+            {}, logits, tokens, bitmask, np.bool_(num_top > 0), np.int32(num_rows), spec=self._num_top
         )
         return found
 
@@ -458,19 +462,21 @@ class Sampler:
             compile = functools.partial(function.compiled, {}, *args, spec=spec)
             return CompileTask((function.name, spec, logits.shape, logits.dtype), compile)
 
-        words = jax.ShapeDtypeStruct((logits.shape[0], num_words(self._vocab_size)), np.int32, sharding=self._sharding)
+        bitmask = jax.ShapeDtypeStruct(
+            (logits.shape[0], num_words(self._vocab_size)), np.int32, sharding=self._sharding
+        )
         for level in dict.fromkeys(PROGRAMS.values()):
             state = SamplerState(last_tokens, *((tables, history) if level == "history" else ()))
-            yield task(self._sample, options, state, logits, words, spec=_spec(level, self._rules))
+            yield task(self._sample, options, state, logits, bitmask, spec=_spec(level, self._rules))
         yield task(self._write_rows, (tables, history), np.int32(0), _zero_row(arrays))
         tokens = jax.ShapeDtypeStruct(logits.shape[:1], np.int32, sharding=self._sharding)
-        yield task(self._logprobs, logits, tokens, words, np.bool_(False), np.int32(0), spec=self._num_top)
+        yield task(self._logprobs, logits, tokens, bitmask, np.bool_(False), np.int32(0), spec=self._num_top)
 
-    def _run(self, level: Level, options: RowOptions, logits: jax.Array, words: jax.Array) -> Sampled:
+    def _run(self, level: Level, options: RowOptions, logits: jax.Array, bitmask: jax.Array) -> Sampled:
         if level == "history":
             self._allocate()
         spec, state = _spec(level, self._rules), self.take_state(level)
-        sampled, state = self._sample({}, options, state, logits, words, spec=spec)
+        sampled, state = self._sample({}, options, state, logits, bitmask, spec=spec)
         self.set_state(state)
         return sampled
 
@@ -488,21 +494,21 @@ def _spec(level: Level, rules: TransformersBehaviour | None) -> SamplerSpec:
 
 
 def _sample(
-    weights: Any, options: RowOptions, state: SamplerState, logits: jax.Array, words: jax.Array, spec: SamplerSpec
+    weights: Any, options: RowOptions, state: SamplerState, logits: jax.Array, bitmask: jax.Array, spec: SamplerSpec
 ) -> tuple[Sampled, SamplerState]:
-    return sample(spec, options, state, logits, words)
+    return sample(spec, options, state, logits, bitmask)
 
 
 def _logprobs(
     weights: Any,
     logits: jax.Array,
     tokens: jax.Array,
-    words: jax.Array,
+    bitmask: jax.Array,
     has_top: jax.Array,
     num_rows: jax.Array,
     spec: int,
 ) -> Logprobs:
-    return logprobs_of(logits, tokens, words, num_top=spec, has_top=has_top, num_rows=num_rows)
+    return logprobs_of(logits, tokens, bitmask, num_top=spec, has_top=has_top, num_rows=num_rows)
 
 
 def _prompt_logprobs(

@@ -129,16 +129,16 @@ class ThinkingBudgetMasks:
         """Whether every token may follow from now on."""
         return self._stage == "behind" and self._inner is None
 
-    def fill(self, words: np.ndarray, output_ids: Sequence[int]) -> None:
+    def fill(self, bitmask: np.ndarray, output_ids: Sequence[int]) -> None:
         """Implements `TokenMasks.fill`."""
         if self._inner is not None:
-            self._inner.fill(words, output_ids)
+            self._inner.fill(bitmask, output_ids)
         for token_id in output_ids[self._num_read :]:
             self._take(token_id)
         self._num_read = len(output_ids)
         if self._stage == "behind" or self._num_spent < self._budget:
             return
-        bits = words.view(np.uint32)
+        bits = bitmask.view(np.uint32)
         if self._stage == "inside":
             token_id = self._tokens.closing_ids[self._num_closing()]
             kept = bits[token_id // 32] & np.uint32(1 << (token_id % 32))

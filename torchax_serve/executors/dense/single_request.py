@@ -15,7 +15,7 @@ import numpy as np
 
 from model_adapters.errors import InvalidArgumentError
 from torchax_serve.compilation.background import CompileTask
-from torchax_serve.executors.base import ExecutorLimits, MaskWords
+from torchax_serve.executors.base import ExecutorLimits, MakeBitmask
 from torchax_serve.executors.request_input import MediaInput, RequestInput, SequenceSteps
 from torchax_serve.sampling.sampler import Sampler
 from torchax_serve.sampling.types import Logprobs
@@ -80,7 +80,7 @@ class SingleRequestExecutor:
         """Raises AssertionError: prompts' log-probabilities are refused before they come here."""
         raise AssertionError("expected no request with log-probabilities of its prompt")
 
-    def run_decode(self, plan: StepPlan, sampler: Sampler, words: MaskWords | None = None) -> None:
+    def run_decode(self, plan: StepPlan, sampler: Sampler, make_bitmask: MakeBitmask | None = None) -> None:
         """Implements `Executor.run_decode`: there is no such program."""
 
     def temporary_bytes(self) -> int:

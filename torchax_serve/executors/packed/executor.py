@@ -19,7 +19,7 @@ from model_adapters.ops.compressed_weight import Weights
 from model_adapters.ops.cpu.ffi import batch_invariant
 from torchax_serve.compilation.background import CompileTask
 from torchax_serve.compilation.executable_cache import CachedFunction, ExecutableCache
-from torchax_serve.executors.base import AbstractStep, ExecutorLimits, MaskWords, abstract_ints, refuse_encoder_input
+from torchax_serve.executors.base import AbstractStep, ExecutorLimits, MakeBitmask, abstract_ints, refuse_encoder_input
 from torchax_serve.executors.compiled_steps import CompiledSteps, StepCall
 from torchax_serve.executors.media_slots import MediaSlots
 from torchax_serve.executors.packed.calls import abstract_step, all_logits, forward_model, further
@@ -176,12 +176,12 @@ class PackedExecutor:
         return (with_rows(logits[batch.last], len(last_tokens)), logprobs), pools
 
     def run_decode(
-        self, plan: StepPlan, sampler: Sampler, words: MaskWords | None = None
+        self, plan: StepPlan, sampler: Sampler, make_bitmask: MakeBitmask | None = None
     ) -> jax.Array | VerifiedTokens | None:
         """Implements `Executor.run_decode`."""
         if self._drafts is not None:
             if plan.drafts is not None:
-                return self._drafts.run(plan, sampler, words)
+                return self._drafts.run(plan, sampler, make_bitmask)
             self._drafts.catch_up(plan.page_tables)
         spec = self._steps.choose(self._decode_specs(plan.rows))
         if not isinstance(spec, FusedDecodeSpec):

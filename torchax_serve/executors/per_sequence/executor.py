@@ -25,7 +25,7 @@ from torchax_serve.compilation.executable_cache import CachedFunction, Executabl
 from torchax_serve.executors.base import (
     AbstractStep,
     ExecutorLimits,
-    MaskWords,
+    MakeBitmask,
     abstract_ints,
     refuse_encoder_input,
 )
@@ -295,10 +295,10 @@ class PerSequenceExecutor:
             self.cache.free_slot(slot)
 
     def run_decode(
-        self, plan: StepPlan, sampler: Sampler, words: MaskWords | None = None
+        self, plan: StepPlan, sampler: Sampler, make_bitmask: MakeBitmask | None = None
     ) -> jax.Array | VerifiedTokens | None:
         """Implements `Executor.run_decode`: of plans without drafts there is no such program."""
-        return None if self._drafts is None or plan.drafts is None else self._drafts.run(plan, sampler, words)
+        return None if self._drafts is None or plan.drafts is None else self._drafts.run(plan, sampler, make_bitmask)
 
     def prepare(self, plan: StepPlan) -> None:
         """Does nothing: steps differ by the lengths of requests, so few are known before."""

@@ -24,7 +24,7 @@ from model_adapters.ops.searchsorted import num_at_most
 from torchax_serve.buckets import bucket_for
 from torchax_serve.compilation.background import CompileTask, abstract
 from torchax_serve.compilation.executable_cache import CachedFunction, ExecutableCache
-from torchax_serve.executors.base import MaskWords
+from torchax_serve.executors.base import MakeBitmask
 from torchax_serve.executors.packed.specs import PackedSpecs
 from torchax_serve.executors.slot_adapters import SlotAdapters
 from torchax_serve.executors.speculation.draft_head import DraftHead
@@ -110,7 +110,7 @@ class PackedDrafts:
         placed: Any = jax.device_put((lens, np.zeros((num_rows, self._num_drafts), np.int32)), sharding)
         return PendingTokens(*placed)
 
-    def run(self, plan: StepPlan, sampler: Sampler, words: MaskWords | None) -> VerifiedTokens:
+    def run(self, plan: StepPlan, sampler: Sampler, make_bitmask: MakeBitmask | None) -> VerifiedTokens:
         """Dispatches the steps of a plan with drafts; as `Executor.run_decode`."""
         drafts = plan.drafts
         assert drafts is not None
@@ -123,7 +123,7 @@ class PackedDrafts:
             self._behind |= {row.slot for row in plan.rows}
         results, pools = self._decoder.run(plan, sampler)
         self._keep(pools)
-        return self._decoder.sample(plan, sampler, results, words)
+        return self._decoder.sample(plan, sampler, results, make_bitmask)
 
     def assign(self, slot: int) -> None:
         """Forgets the pending tokens of a slot that another request gets."""

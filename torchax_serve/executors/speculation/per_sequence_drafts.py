@@ -15,7 +15,7 @@ from model_adapters.device_arrays import to_device
 from torchax_serve.buckets import bucket_for
 from torchax_serve.compilation.background import CompileTask, abstract
 from torchax_serve.compilation.executable_cache import CachedFunction, ExecutableCache
-from torchax_serve.executors.base import MaskWords
+from torchax_serve.executors.base import MakeBitmask
 from torchax_serve.executors.per_sequence.blocks import BlockForward
 from torchax_serve.executors.per_sequence.buckets import PerSequenceBuckets
 from torchax_serve.executors.slot_adapters import SlotAdapters
@@ -173,7 +173,7 @@ class SequenceDrafts:
         placed: Any = jax.device_put((lens, ids), sharding)
         return PendingTokens(*placed)
 
-    def run(self, plan: StepPlan, sampler: Sampler, words: MaskWords | None) -> VerifiedTokens:
+    def run(self, plan: StepPlan, sampler: Sampler, make_bitmask: MakeBitmask | None) -> VerifiedTokens:
         """Dispatches the step of a plan with drafts; as `Executor.run_decode`."""
         drafts = plan.drafts
         assert drafts is not None
@@ -187,7 +187,7 @@ class SequenceDrafts:
         ran: tuple[Any, tuple[Any, ...]] = self._decoder.run(plan, sampler)
         results, (memory, *of_head) = ran
         self._keep(memory, of_head)
-        return self._decoder.sample(plan, sampler, results, words)
+        return self._decoder.sample(plan, sampler, results, make_bitmask)
 
     def catch_up(self, tables: Sequence[np.ndarray]) -> None:
         """Moves states to the ends of their texts, in front of a step without drafts.

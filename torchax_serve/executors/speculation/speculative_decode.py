@@ -16,6 +16,7 @@ from model_adapters.caches.packed_batch import Pool
 from model_adapters.ops.compressed_weight import Weights
 from torchax_serve.compilation.background import CompileTask
 from torchax_serve.compilation.executable_cache import CachedFunction, ExecutableCache
+from torchax_serve.executors.base import MakeBitmask
 from torchax_serve.executors.compiled_steps import CompiledSteps, StepCall
 from torchax_serve.executors.slot_adapters import SlotAdapters
 from torchax_serve.executors.speculation.draft_head import DraftHead
@@ -120,7 +121,7 @@ class SpeculativeDecoder:
         num_rows = self.spec(len(rows), end).packed.num_rows
         found = sampler.fused_options(rows, num_rows, has_logprobs=True)
         assert found is not None, "the scheduler says which rows have more than greedy and sampled tokens"
-        (options, draws), num_top = found, sampler.slots.level_of(rows, num_rows)[0].num_top
+        (options, draws), num_top = found, sampler.slots.options_and_spec(rows, num_rows)[0].num_top
         spec = self.spec(len(rows), end, num_top is not None or any(drafts.needs_sampler))
         packed = spec.pack(plan.rows, drafts, plan.page_tables, plan.num_steps, draws, num_top)
         numbers = self._adapters.behind(packed)
@@ -139,7 +140,7 @@ class SpeculativeDecoder:
         plan: StepPlan,
         sampler: Sampler,
         results: tuple[jax.Array, VerifyScores | None],
-        words: Callable[[int], np.ndarray] | None,
+        make_bitmask: MakeBitmask | None,
     ) -> VerifiedTokens:
         """Samples the rows that need the sampler, behind `run`; returns all tokens of the plan.
 
@@ -147,7 +148,7 @@ class SpeculativeDecoder:
             plan: The plan of `run`.
             sampler: Sampler of the slots.
             results: What `run` has returned.
-            words: Returns the masks of so many rows, as `Sampler.sample` takes them; None: no row has one.
+            make_bitmask: Computes the bitmask of the rows, as `Sampler.sample` takes it; None: no row is masked.
         """
         (tokens, scores), drafts = results, plan.drafts
         assert drafts is not None
@@ -155,8 +156,8 @@ class SpeculativeDecoder:
         if not any(drafts.needs_sampler):
             return VerifiedTokens(tokens, logprobs, None, drafts.needs_sampler)
         assert scores is not None
-        masks = None if words is None else words(len(scores.logits))
-        sampled = sampler.sample(_sampled_rows(plan, needs_sampler=True), scores.logits, words=masks)
+        bitmask = None if make_bitmask is None else make_bitmask(len(scores.logits))
+        sampled = sampler.sample(_sampled_rows(plan, needs_sampler=True), scores.logits, bitmask=bitmask)
         slots = np.full(tokens.shape[1], self._num_slots, np.int32)
         of_rows = zip(plan.rows, drafts.needs_sampler, strict=True)
         slots[: len(plan.rows)] = [row.slot if is_sampled else self._num_slots for row, is_sampled in of_rows]
