@@ -33,6 +33,23 @@ class MediaTokens:
     sees_until: jax.Array | None  # int32[T], last position that a token sees if that is behind its own; None: no token
 
 
+# The packed layout: the new tokens of all rows of a step stand one after the other in one row of T tokens, which model
+# code sees as a batch of 1 (flash-attention's varlen layout). A row is a chunk of a prompt, a token that is decoded, or
+# a last token with its drafts. T and S are buckets, so both are padded. Row A with 3 new tokens from position 5 on, and
+# row B with one at position 9, for T = 6 and S = 3:
+#
+#     token_ids    a5 a6 a7 b9 b9 b9    padding repeats the last token: kernels compute equal rows once
+#     positions     5  6  7  9  9  9
+#     cu_q_lens     0  3  4  4          row s has the tokens cu_q_lens[s] to cu_q_lens[s + 1]; an unused one has none
+#     kv_lens       8 10  0             tokens of each sequence, the new ones among them
+#     last          2  3  3             the token of each row whose logits are sampled
+#
+# Invariants: the tokens of a row have consecutive positions, the last one kv_lens[s] - 1. Keys and values of a token go
+# to page page_tables[group][s, position // page_size], at place position % page_size. A padding token writes nothing,
+# and no other token depends on it. Rows in use stand in front of unused ones. In a decode step T = S, and token s is
+# row s.
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PackedBatch:

@@ -123,7 +123,7 @@ def _forward(
         logits = logits[batch.last]
     pools = cache.pools()
     if sharding is not None and not any(kept.is_open for kept in layout.layers):
-        pools = as_taken(pools, layout, sharding)
+        pools = constrain_pools(pools, layout, sharding)
     hidden = _side_by_side(output, layers)
     if sharding is not None and hidden is not None:  # replicated, as the draft head's weights take it
         hidden = jax.lax.with_sharding_constraint(hidden, sharding.replicated())
@@ -136,8 +136,8 @@ def _attention_name(program: ModelProgram) -> str | None:
     return ADDITIVE_MASK if name is None and quirks.of(program.module).packed_interface else name
 
 
-def as_taken(pools: tuple[Any, ...], layout: PagedLayout, sharding: ModelSharding) -> tuple[Any, ...]:
-    """Returns the model's pools with the shardings that the next step takes them with."""
+def constrain_pools(pools: tuple[Any, ...], layout: PagedLayout, sharding: ModelSharding) -> tuple[Any, ...]:
+    """Constrains the model's pools to the shardings that the next step takes them with."""
     pages, states = pools[: len(layout.groups)], pools[len(layout.groups) :]
     recurrent = {kept.recurrent for kept in layout.layers}
     placed = [laid_out(pool, sharding.pool_sharding, jax.lax.with_sharding_constraint) for pool in pages]

@@ -54,11 +54,11 @@ class SlotAdapters:
             assert not adapter_id
 
     def empty(self, size: int) -> np.ndarray:
-        """Returns an array of zeros as `behind` has it for one of `size` numbers."""
+        """Returns an array of zeros as `append_to` returns it for one of `size` numbers."""
         return np.zeros(size + self.size, np.int32)
 
-    def behind(self, numbers: np.ndarray) -> np.ndarray:
-        """Returns the array of a step, int32[size], with the adapters of all slots behind it."""
+    def append_to(self, numbers: np.ndarray) -> np.ndarray:
+        """Returns the array of a step, int32[size], with the adapters of all slots at its end."""
         return np.concatenate([numbers, self._ids]) if self.size else numbers
 
     def of_rows(self, numbers: jax.Array, slots: jax.Array) -> jax.Array | None:
@@ -70,7 +70,7 @@ class SlotAdapters:
         """
         return numbers[-self.size :][jnp.minimum(slots, self.size - 1)] if self.size else None
 
-    def of_tokens(self, batch: PackedBatch, numbers: jax.Array, slots: jax.Array) -> PackedBatch:
+    def with_adapters(self, batch: PackedBatch, numbers: jax.Array, slots: jax.Array) -> PackedBatch:
         """Returns `batch` with the adapter of each token.
 
         Args:

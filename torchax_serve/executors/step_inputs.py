@@ -1,4 +1,16 @@
-"""Packs the inputs of a step into one int32 array: each transfer costs host time."""
+"""Packs the inputs of a step into one int32 array: each transfer costs host time.
+
+`pack` writes the array on the host and `unpack` cuts it up on the device, both at places that follow from the spec
+alone. A packed step has, in this order (`PackedStepSpec.bounds`)::
+
+    [T] token ids, or SAMPLED_ON_DEVICE      [T] slot of each token    [T] positions    [T or 0] rotary lengths
+    [S + 1] cu_q_lens    [S] kv_lens    [S] last    [S or 0] prompt lengths    [3 S or 0] snapshots
+    [S * pages_per_seq] page table, for each group of layers
+
+A decode program has ``[S]`` slots, kv_lens, ids and perhaps position deltas, the page tables, the number of steps and
+whether any row draws; it derives the rest. Behind either array stand the adapters of all slots, if there are any
+(`SlotAdapters`). `PackedBatch` says what the parts mean, and how padding looks.
+"""
 
 from __future__ import annotations
 
@@ -128,9 +140,7 @@ class PackedStepSpec:
 class FusedDecodeSpec:
     """Static arguments of decode steps; the number of steps is an input.
 
-    The inputs are few, since each array costs the host time while the device waits for the next call: first tokens,
-    slots and lengths of the rows, page tables, the number of steps, and whether any row samples. The program derives
-    the rest.
+    One step or several; the last one's logits come out, too, for plans whose tokens are sampled elsewhere.
     """
 
     packed: PackedStepSpec

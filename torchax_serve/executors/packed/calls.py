@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from model_adapters.program.model_program import ModelProgram
 
 
-def further(scored: tuple[Any, Any] | None, media: MediaTokens | None) -> tuple[Any, ...]:
-    """Returns the arguments of a packed step that most steps do without."""
+def optional_args(scored: tuple[Any, Any] | None, media: MediaTokens | None) -> tuple[Any, ...]:
+    """Returns the last arguments of a packed step, which most steps do without."""
     return (scored, media) if media is not None else () if scored is None else (scored,)
 
 

@@ -22,7 +22,7 @@ from torchax_serve.compilation.executable_cache import CachedFunction, Executabl
 from torchax_serve.executors.base import AbstractStep, ExecutorLimits, MakeBitmask, abstract_ints, refuse_encoder_input
 from torchax_serve.executors.compiled_steps import CompiledSteps, StepCall
 from torchax_serve.executors.media_slots import MediaSlots
-from torchax_serve.executors.packed.calls import abstract_step, all_logits, forward_model, further
+from torchax_serve.executors.packed.calls import abstract_step, all_logits, forward_model, optional_args
 from torchax_serve.executors.packed.fused_decode import decode_steps
 from torchax_serve.executors.packed.specs import PackedSpecs, StepBuckets
 from torchax_serve.executors.request_input import MediaInput, RequestInput
@@ -110,14 +110,14 @@ class PackedExecutor:
         self._steps: CompiledSteps[Spec] = CompiledSteps(self._weights, programs, self._call_of)
         self.compiles_ahead = self._steps.compiles_ahead
         self._step = compiled("packed", self._run, donate={"pools": 1})
-        decode = functools.partial(decode_steps, self._forward, self._adapters, self._as_taken)
+        decode = functools.partial(decode_steps, self._forward, self._adapters, self._constrain_pools)
         self._decode_steps = compiled("decode_steps", decode, donate={"pools": 1})
         self._drafts: PackedDrafts | None = None
         if speculative is not None:
             of_steps = self._forward, self._weights, cache, programs, compiled, self._specs
             of_model = functools.partial(forward_model, program)
             self._drafts = PackedDrafts(
-                speculative, *of_steps, of_model, self._as_taken, adapters=self._adapters, draft=draft
+                speculative, *of_steps, of_model, self._constrain_pools, adapters=self._adapters, draft=draft
             )
 
     @property
@@ -133,21 +133,21 @@ class PackedExecutor:
         with batch_invariant(spec.batch_invariant):
             return self._head.forward(self._program, weights, pools, batch, spec.layout)
 
-    def _as_taken(self, pools: tuple[Pool, ...]) -> tuple[Pool, ...]:
-        """Returns the pools of a program's end as the next program takes them.
+    def _constrain_pools(self, pools: tuple[Pool, ...]) -> tuple[Pool, ...]:
+        """Constrains the pools that a program returns to the shardings that the next one takes.
 
         Behind a loop of steps XLA would divide pools as it sees fit. On several hosts they stay as they are: processes
         on CPUs wait for each other without end in a loop whose pools are placed.
         """
         if (sharding := self._program.sharding) is None or jax.process_count() > 1:
             return pools
-        from model_adapters.program.packed_forward import as_taken  # tracing needs torch, running does not
+        from model_adapters.program.packed_forward import constrain_pools  # tracing needs torch, running does not
 
         if self._head is None:
-            return as_taken(pools, self.cache.layout, sharding)
+            return constrain_pools(pools, self.cache.layout, sharding)
         num_own = self._head.loaded.num_pools
-        of_model, own = pools[: -1 - num_own], self._head.as_taken(pools)[-1 - num_own :]
-        return (*as_taken(of_model, self.cache.layout.without_last(num_own), sharding), *own)
+        of_model, own = pools[: -1 - num_own], self._head.constrain_pools(pools)[-1 - num_own :]
+        return (*constrain_pools(of_model, self.cache.layout.without_last(num_own), sharding), *own)
 
     def _run(
         self,
@@ -165,9 +165,9 @@ class PackedExecutor:
         With `scored`, tokens int32[T] and whether the likeliest ones are read, the logits come with log-probabilities.
         """
         batch = spec.unpack(numbers, last_tokens, media)
-        batch = self._adapters.of_tokens(batch, numbers, numbers[spec.bounds[1]])
+        batch = self._adapters.with_adapters(batch, numbers, numbers[spec.bounds[1]])
         logits, pools, _ = self._forward(weights, pools, batch, spec)
-        pools = self._as_taken(pools)
+        pools = self._constrain_pools(pools)
         if scored is None:
             return with_rows(logits, len(last_tokens)), pools
         ids, has_top = scored
@@ -218,7 +218,7 @@ class PackedExecutor:
             Tokens int32[max_num_steps, S], of which the first `num_steps` rows are valid, and the new state.
         """
         has_deltas = bool(self._media.inputs) and self._media.has_deltas(rows)
-        spec = self._specs.decode(len(options.ints), has_deltas)
+        spec = self._specs.decode_spec(len(options.ints), has_deltas)
         numbers = spec.pack(rows, tables, num_steps=num_steps, draws=draws, deltas=self._media.deltas)
         (_, tokens), state = self._dispatch_decode(spec, state, options, numbers)
         return tokens, state
@@ -254,7 +254,7 @@ class PackedExecutor:
             rows = self._media.with_token_ids(rows)
             media, is_decode = self._media.spec_of(rows), is_decode and not self._media.has_prompts(rows)
         num_tokens = sum(row.num_tokens for row in rows)
-        specs = self._decode_specs(rows) if is_decode else self._specs.for_tokens(num_tokens, media=media)
+        specs = self._decode_specs(rows) if is_decode else self._specs.step_choices(num_tokens, media=media)
         spec = self._steps.choose(specs)
         if isinstance(spec, FusedDecodeSpec):
             numbers = spec.pack(rows, tables, ahead=ahead, deltas=self._media.deltas)
@@ -280,7 +280,7 @@ class PackedExecutor:
             self._drafts.catch_up(tables)
         rows = self._media.with_token_ids(rows)
         media = self._media.spec_of(rows)
-        spec = self._steps.choose(self._specs.for_tokens(len(following), all_logits=True, media=media))
+        spec = self._steps.choose(self._specs.step_choices(len(following), all_logits=True, media=media))
         assert isinstance(spec, PackedStepSpec)
         ids = np.zeros(spec.num_tokens, np.int32)
         ids[: len(following)] = following
@@ -290,7 +290,7 @@ class PackedExecutor:
             self.cache.pools,
             sampler.last_tokens,
             numbers,
-            *further(scored, self._media.tokens(rows, spec.num_tokens, spec.media)),
+            *optional_args(scored, self._media.tokens(rows, spec.num_tokens, spec.media)),
         )
         program = self._steps.get(spec, StepCall(self._step, args))
         (logits, logprobs), self.cache.pools = program(self._weights, *args)
@@ -307,7 +307,7 @@ class PackedExecutor:
 
     def temporary_bytes(self) -> int:
         """Implements `Executor.temporary_bytes`."""
-        spec = self._specs.of_tokens(self._specs.token_buckets[-1])
+        spec = self._specs.step_spec(self._specs.token_buckets[-1])
         of_drafts = 0 if self._drafts is None else self._drafts.temporary_bytes()
         of_tokens = self._step.temporary_bytes(
             self._weights,
@@ -321,12 +321,12 @@ class PackedExecutor:
     def abstract_steps(self, prefill_lens: Sequence[int]) -> Iterator[AbstractStep]:
         """Yields the steps of `Executor.abstract_steps`; a prefill step has no padding."""
         num_slots = self._num_slots
-        steps: list[Any] = [(self._specs.of_tokens(num_slots, is_decode=True), self._run, self.cache.pools)]
+        steps: list[Any] = [(self._specs.step_spec(num_slots, is_decode=True), self._run, self.cache.pools)]
         if self._drafts is not None:
             spec, forward, pools = self._drafts.largest(functools.partial(abstract_ints, self._program.sharding))
             steps.append((spec, functools.partial(all_logits, forward), pools))
         num_decode = len(steps)
-        steps += [(self._specs.of_tokens(num_tokens), self._run, self.cache.pools) for num_tokens in prefill_lens]
+        steps += [(self._specs.step_spec(num_tokens), self._run, self.cache.pools) for num_tokens in prefill_lens]
         for index, (spec, run, pools) in enumerate(steps):
             sizes = num_slots, len(self._adapters.empty(spec.size))
             ints = [abstract_ints(self._program.sharding, size) for size in sizes]
@@ -356,11 +356,11 @@ class PackedExecutor:
     def _decode_specs(self, rows: Sequence[PlanRow]) -> list[FusedDecodeSpec | PackedStepSpec]:
         """Returns the specs of steps that can decode `rows`, decode steps first."""
         media = self._media.of_decode(rows) if self._media.inputs else (None, False)
-        return self._specs.for_decode(len(rows), *media)
+        return self._specs.decode_choices(len(rows), *media)
 
     def _with_adapters(self, numbers: np.ndarray) -> np.ndarray:
         """Returns the array of a step, with the adapters of all slots behind it if there are any."""
-        return self._adapters.behind(numbers) if self._adapters.size else numbers
+        return self._adapters.append_to(numbers) if self._adapters.size else numbers
 
     def _call_of(self, spec: Spec) -> StepCall:
         """Returns a step with its arguments as shapes."""
@@ -370,7 +370,7 @@ class PackedExecutor:
         if isinstance(spec, PackedStepSpec):
             scored = (np.zeros(spec.num_tokens, np.int32), np.bool_(False)) if spec.layout.all_logits else None
             media = None if spec.media is None else spec.media.shapes(spec.num_tokens)
-            return StepCall(self._step, (self.cache.pools, tokens, numbers, *further(scored, media)))
+            return StepCall(self._step, (self.cache.pools, tokens, numbers, *optional_args(scored, media)))
         idle = SlotParams(self._num_slots, 1).rows((), spec.packed.num_rows)[0]
         options = jax.tree.map(lambda x: placed(x.shape, x.dtype), idle)
         return StepCall(self._decode_steps, (self.cache.pools, SamplerState(tokens), options, numbers))

@@ -1,4 +1,4 @@
-"""The program of decode steps: forward and sampling, several times, in one dispatch."""
+"""The program of decode steps: forward and sampling, one time or several, in one dispatch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from torchax_serve.sampling.types import RowOptions, SamplerSpec, SamplerState
 def decode_steps(
     forward_of: Callable[..., Any],
     adapters: SlotAdapters,
-    as_taken: Callable[[tuple[Pool, ...]], tuple[Pool, ...]],
+    constrain_pools: Callable[[tuple[Pool, ...]], tuple[Pool, ...]],
     weights: Weights,
     pools: tuple[Pool, ...],
     state: SamplerState,
@@ -35,7 +35,7 @@ def decode_steps(
     Args:
         forward_of: Forward of a packed step.
         adapters: Adapters by slot.
-        as_taken: Places the pools as programs take them.
+        constrain_pools: Constrains the pools to the shardings that programs take them with.
         weights: Weights by name.
         pools: Pages of each layer.
         state: State of the sampler.
@@ -44,13 +44,24 @@ def decode_steps(
         spec: The static arguments.
     """
     batch, slots, num_steps, draws = spec.unpack(numbers[: spec.size])
-    batch = adapters.of_tokens(batch, numbers, slots)
+    batch = adapters.with_adapters(batch, numbers, slots)
     in_use = batch.kv_lens > 0
     # Traced in front of the loop, which has to know the shape of the logits.
     forward = TracedFunction(functools.partial(forward_of, spec=spec.packed), weights, pools, batch)
 
+    # The loop over the steps. Its number is an input, so that one program serves every number. The carry:
+    #
+    #   logits  [S, vocab], of the last step: all that is read where the token is sampled elsewhere, for one step
+    #   tokens  int32[max_num_steps, S], sampled so far; zeros from `num_steps` on
+    #   pools   with keys and values of all steps so far, in place
+    #   state   of the sampler: `last_tokens` of a slot is the input of its next step
+    #
+    # Invariant: in front of step i, the pages of a row in use hold `kv_lens + i - 1` tokens, and the scheduler has
+    # reserved those for all steps. A row may end in the middle: it is computed on, and `Scheduler.commit` drops what is
+    # behind its end. Rows that are not in use have the length 0 in every step.
     def step(index: jax.Array, carry: Any) -> Any:
         _, tokens, pools, state = carry
+        # A prefill row of one token may be among the rows: its token comes from the plan.
         is_given = (index == 0) & (batch.token_ids != SAMPLED_ON_DEVICE)
         now = dataclasses.replace(
             batch,
@@ -69,4 +80,4 @@ def decode_steps(
     logits = jnp.zeros(shape.shape, shape.dtype)
     tokens = jnp.zeros((spec.max_num_steps, spec.packed.num_rows), jnp.int32)
     logits, tokens, pools, state = jax.lax.fori_loop(0, num_steps, step, (logits, tokens, pools, state))
-    return (with_rows(logits, len(state.last_tokens)), tokens), as_taken(pools), state
+    return (with_rows(logits, len(state.last_tokens)), tokens), constrain_pools(pools), state

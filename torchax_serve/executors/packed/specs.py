@@ -98,7 +98,7 @@ class PackedSpecs:
             return False
         return all(row.num_tokens == 1 for row in rows)
 
-    def of_tokens(
+    def step_spec(
         self,
         num_tokens: int,
         *,
@@ -137,15 +137,15 @@ class PackedSpecs:
             *sizes, layout, self.batch_invariant, self.has_rope_lens, head=self.head, num_top=self.num_top
         )
 
-    def decode(self, num_rows: int, has_deltas: bool = False) -> FusedDecodeSpec:
+    def decode_spec(self, num_rows: int, has_deltas: bool = False) -> FusedDecodeSpec:
         """Returns the spec of decode steps of `num_rows` rows, a bucket."""
         spec = self._decode.get((num_rows, has_deltas))
         if spec is None:
-            packed = self.of_tokens(num_rows, is_decode=True)
+            packed = self.step_spec(num_rows, is_decode=True)
             spec = self._decode[num_rows, has_deltas] = FusedDecodeSpec(packed, self.max_num_steps, has_deltas)
         return spec
 
-    def for_tokens(
+    def step_choices(
         self, num_tokens: int, *, all_logits: bool = False, media: MediaSpec | None = None
     ) -> list[PackedStepSpec]:
         """Returns the specs of steps that have room for `num_tokens` tokens, ascending."""
@@ -154,11 +154,11 @@ class PackedSpecs:
         if found is None:
             least = max(num_tokens, self.num_scored_tokens) if all_logits else num_tokens
             buckets = (size for size in self.token_buckets if size >= least)
-            found = [self.of_tokens(size, all_logits=all_logits, media=media) for size in buckets]
+            found = [self.step_spec(size, all_logits=all_logits, media=media) for size in buckets]
             self._choices[key] = found
         return found
 
-    def for_decode(
+    def decode_choices(
         self, num_rows: int, media: MediaSpec | None = None, has_deltas: bool = False
     ) -> list[FusedDecodeSpec | PackedStepSpec]:
         """Returns the specs of steps that can decode `num_rows` rows, decode steps first."""
@@ -166,8 +166,8 @@ class PackedSpecs:
         found: list[FusedDecodeSpec | PackedStepSpec] | None = self._choices.get(key)
         if found is None:
             buckets = (size for size in self.decode_buckets if size >= num_rows)
-            decode = (self.decode(size, has_deltas) for size in buckets)
-            found = self._choices[key] = [*decode, *self.for_tokens(num_rows, media=media)]
+            decode = (self.decode_spec(size, has_deltas) for size in buckets)
+            found = self._choices[key] = [*decode, *self.step_choices(num_rows, media=media)]
         return found
 
     @property
@@ -178,11 +178,11 @@ class PackedSpecs:
     def all(self) -> list[PackedStepSpec | FusedDecodeSpec]:
         """Returns every step that mixed traffic can meet."""
         return [
-            *(self.of_tokens(size) for size in self.token_buckets),
-            self.of_tokens(self.num_scored_tokens, all_logits=True),
-            *(self.decode(size) for size in self.decode_buckets),
+            *(self.step_spec(size) for size in self.token_buckets),
+            self.step_spec(self.num_scored_tokens, all_logits=True),
+            *(self.decode_spec(size) for size in self.decode_buckets),
         ]
 
     def larger_scored(self) -> list[PackedStepSpec]:
         """Returns the steps with log-probabilities of prompts that `all` leaves out."""
-        return self.for_tokens(self.num_scored_tokens + 1, all_logits=True)
+        return self.step_choices(self.num_scored_tokens + 1, all_logits=True)

@@ -219,7 +219,7 @@ class PerSequenceExecutor:
             self.cache.pools,
             self.cache.states,
             last_tokens,
-            to_device(self._adapters.behind(numbers), np.int32),
+            to_device(self._adapters.append_to(numbers), np.int32),
             hidden,
             *(() if media is None else (media,)),
             spec=spec,

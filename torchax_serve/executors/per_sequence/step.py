@@ -101,7 +101,7 @@ class SequenceStep:
         batch = _packed(spec, given, ids, table)
         layout = dataclasses.replace(self._of_head, is_decode=spec.kind == "decode")
         of_head = self._head.follow(headed, of_head, batch, hidden_states, layout)
-        return logits, self._head.as_taken((*pools, *of_head)), states
+        return logits, self._head.constrain_pools((*pools, *of_head)), states
 
     def with_sharding(self, pools: tuple[Pool, ...], states: SlotStates) -> tuple[tuple[Pool, ...], SlotStates]:
         """Constrains `pools` and `states` to the cache's sharding if the model is on a mesh."""

@@ -76,6 +76,10 @@ class DraftAssistant(DraftHead):
         is_found = steps.is_drafted(rows) & (state.lens[steps.slots] == num_computed) & (num_computed > 0)
         lens = jnp.where(is_found, num_computed, 0)
 
+        # The carry, in front of draft i: drafts int32[S, k], of which the first i are there; the token in front of
+        # draft i; the hidden state at it, of the served model for i = 0 and else the assistant's own; the pools that
+        # are read. They come back as they were: the assistant has no keys and values, and all drafts are at one
+        # position.
         def draft(index: jax.Array, carry: Any) -> Any:
             drafts, token, hidden, read = carry
             logits, hidden, read = head.later(read, hidden, token, lens)

@@ -114,10 +114,10 @@ class DraftHead:
         *others, state = pools
         return (*others, state.kept(steps.slots, is_active, hidden, lens))
 
-    def as_taken(self, pools: Pools) -> Pools:
-        """Returns pools, the head's own and its state placed as the next program takes them.
+    def constrain_pools(self, pools: Pools) -> Pools:
+        """Constrains the head's own pools and its state to the shardings that programs take.
 
-        Inside of a program XLA may divide them.
+        Inside of a program XLA may divide them as it sees fit.
         """
         sharding = self.loaded.program.sharding
         if sharding is None:
@@ -203,6 +203,14 @@ class DraftHead:
             logits, hidden, own = step(own, hidden, ids, jnp.maximum(at, 0), is_found & (at < steps.ends))
             return pick(logits, at + 1), hidden, own
 
+        # The loop over the later drafts. The carry, in front of draft i:
+        #
+        #   drafts  int32[S, k], of which the first i are there
+        #   token   int32[S], draft i - 1: the token behind the position that is computed next, `position + i`
+        #   hidden  the head's hidden state at the position in front of that one
+        #   own     the head's pools, with all positions in front of it
+        #
+        # Positions of drafts are written for the loop only: steps that verify drafts write them again.
         def later(index: jax.Array, carry: Any) -> Any:
             drafts, token, hidden, own = carry
             token, hidden, own = draft(index, head.later, hidden, own, token)

@@ -145,6 +145,15 @@ class DraftModel:
             The drafts, and the cache with all of the text and all drafts but the last.
         """
 
+        # Two loops, for rows that want drafts. The first computes, in chunks, what the draft model has not seen of the
+        # text, until no row lacks more than NUM_NEW tokens; its carry is the cache. `steps.first` computes those and
+        # gives the first draft. The second has the carry, in front of draft i:
+        #
+        #   drafts  int32[S, num_drafts], of which the first i are there
+        #   cache   with all tokens of `text` but its last one, draft i - 1
+        #   text    the tokens of the rows, with the drafts so far behind them
+        #
+        # `kept` takes the drafts that are rejected off the cache, by its lengths: what is behind is written again.
         def is_behind(cache: DraftCache) -> jax.Array:
             return is_drafted & (text.lens - cache.lens > NUM_NEW)
 

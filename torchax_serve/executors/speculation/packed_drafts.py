@@ -50,6 +50,7 @@ class PackedDrafts:
         compiled: Makes a cached function of the model.
         specs: Sizes of the executor's steps.
         forward_model: The same of the model alone, which returns the hidden states of some layers, too.
+        constrain_pools: Constrains pools to the shardings that programs take them with.
         adapters: The adapter of each slot.
         draft: Model or head that drafts; None: drafts are looked up.
     """
@@ -64,7 +65,7 @@ class PackedDrafts:
         compiled: Callable[..., CachedFunction],
         specs: PackedSpecs,
         forward_model: Callable[..., Any],
-        as_taken: Callable[[tuple[Any, ...]], tuple[Any, ...]],
+        constrain_pools: Callable[[tuple[Any, ...]], tuple[Any, ...]],
         *,
         adapters: SlotAdapters,
         draft: DraftModel | DraftHead | None,
@@ -75,7 +76,7 @@ class PackedDrafts:
         self._pending: PendingTokens | None = None
         if cache.layout.has_states:
             self._pending = self._nothing(default_sharding())
-        self._behind: set[int] = set()  # slots that may have pending tokens
+        self._pending_slots: set[int] = set()  # slots that may have pending tokens
         self._decoder = SpeculativeDecoder(
             config,
             self._verify,
@@ -86,7 +87,7 @@ class PackedDrafts:
             pools=self._pools,
             adapters=adapters,
             draft=draft,
-            as_taken=functools.partial(_as_taken, as_taken),
+            constrain_pools=functools.partial(_constrain_pools, constrain_pools),
         )
         self._catch_up = compiled("catch_up_packed", self._caught_up, donate={"pools": 1})
 
@@ -120,14 +121,14 @@ class PackedDrafts:
                 lens = np.zeros(self._specs.num_slots + 1, np.int32)
                 lens[[row.slot for row in plan.rows]] = [len(tokens) - 1 for tokens in drafts.histories]
                 self._pending = self._nothing(sampler.last_tokens.sharding, lens)
-            self._behind |= {row.slot for row in plan.rows}
+            self._pending_slots |= {row.slot for row in plan.rows}
         results, pools = self._decoder.run(plan, sampler)
         self._keep(pools)
         return self._decoder.sample(plan, sampler, results, make_bitmask)
 
     def assign(self, slot: int) -> None:
         """Forgets the pending tokens of a slot that another request gets."""
-        self._behind.discard(slot)
+        self._pending_slots.discard(slot)
 
     def catch_up(self, tables: Sequence[np.ndarray]) -> None:
         """Moves states to the ends of their texts, in front of a step without drafts.
@@ -135,9 +136,9 @@ class PackedDrafts:
         Args:
             tables: Page tables by group, int32[num_slots, pages_per_seq].
         """
-        slots, history, pending = sorted(self._behind), self._decoder.history, self._pending
+        slots, history, pending = sorted(self._pending_slots), self._decoder.history, self._pending
         if not slots or pending is None or history is None or history.lens.is_deleted() or pending.lens.is_deleted():
-            self._behind = set()
+            self._pending_slots = set()
             return
         spec = self._catch_up_spec(bucket_for(self._specs.decode_buckets, len(slots)))
         numbers = np.zeros((2 + spec.num_tables * spec.pages_per_seq) * spec.num_rows, np.int32)
@@ -145,9 +146,9 @@ class PackedDrafts:
         by_row[0, : len(slots)], by_row[1, : len(slots)] = slots, 1
         for table, part in zip(tables, np.split(by_row[2:], max(spec.num_tables, 1)), strict=False):
             part.reshape(spec.num_rows, -1)[: len(slots)] = table[slots]
-        given = to_device(self._adapters.behind(numbers), np.int32)
+        given = to_device(self._adapters.append_to(numbers), np.int32)
         self._keep(self._catch_up(self._weights, self._pools(), history.lens, given, spec=spec)[1])
-        self._behind = set()  # not before: a step that fails to compile leaves the cache as it is
+        self._pending_slots = set()  # not before: a step that fails to compile leaves the cache as it is
 
     def _catch_up_spec(self, num_rows: int) -> PackedStepSpec:
         spec = self._specs.of_drafts(num_rows, num_rows * self._num_drafts, self._specs.max_len)
@@ -167,7 +168,7 @@ class PackedDrafts:
             text.pending_ids(),
             tuple(table.reshape(spec.num_rows, -1) for table in tables),
             self._adapters.of_rows(numbers, slots),
-            text.behind,
+            text.num_pending,
             has_rope_lens=spec.has_rope_lens,
         )
         _, pools, _ = self._of_model(weights, tuple(pools), batch, spec)
@@ -197,20 +198,20 @@ class PackedDrafts:
         num_drafts, counts = pending.ids.shape[1], jnp.diff(batch.cu_q_lens)
         num_tokens = spec.num_tokens + spec.num_rows * num_drafts
         text = PendingRows.of(pending, batch.slots, batch.kv_lens - counts, counts, num_tokens)
-        new = batch.cu_q_lens[text.rows] + text.offsets - text.behind[text.rows]
+        new = batch.cu_q_lens[text.rows] + text.offsets - text.num_pending[text.rows]
         new_ids = batch.token_ids[jnp.clip(new, 0, spec.num_tokens - 1)]
         starts = jnp.minimum(batch.cu_q_lens[:-1], spec.num_tokens - 1)
         wide = text.batch(
-            jnp.where(text.offsets < text.behind[text.rows], text.pending_ids(), new_ids),
+            jnp.where(text.offsets < text.num_pending[text.rows], text.pending_ids(), new_ids),
             batch.page_tables,
             None if batch.adapters is None else batch.adapters[starts],
-            text.behind + 1,
+            text.num_pending + 1,
             has_rope_lens=batch.rope_lens is not None,
         )
         # The model's head reads the new tokens alone.
         token = jnp.arange(spec.num_tokens, dtype=jnp.int32)
         row = jnp.minimum(num_at_most(batch.cu_q_lens[1:], token), spec.num_rows - 1)
-        place = text.cu[row] + text.behind[row] + token - batch.cu_q_lens[row]
+        place = text.cu[row] + text.num_pending[row] + token - batch.cu_q_lens[row]
         place = jnp.clip(place, 0, num_tokens - 1)
         wide = dataclasses.replace(wide, last=place)
         layout = dataclasses.replace(spec.layout, all_logits=False)
@@ -263,7 +264,7 @@ class PendingRows:
     pending: PendingTokens
     slots: jax.Array  # int32[S]; the last row of `pending` for rows that are not used
     first: jax.Array  # int32[S], position of each row's first new token; 0 for a row that is not used
-    behind: jax.Array  # int32[S], number of pending tokens
+    num_pending: jax.Array  # int32[S], number of pending tokens
     cu: jax.Array  # int32[S + 1], where each row begins
     rows: jax.Array  # int32[N]
     offsets: jax.Array  # int32[N], place of each token in its row
@@ -274,12 +275,12 @@ class PendingRows:
     ) -> PendingRows:
         """Returns the tokens of rows with `counts` int32[S] new tokens from `first` int32[S] on."""
         slots = jnp.where(first > 0, slots, len(pending.lens) - 1)
-        behind = jnp.where(first > 0, first - pending.lens[slots], 0)
-        ends = jnp.cumsum(behind + counts, dtype=jnp.int32)
+        num_pending = jnp.where(first > 0, first - pending.lens[slots], 0)
+        ends = jnp.cumsum(num_pending + counts, dtype=jnp.int32)
         cu = jnp.concatenate([jnp.zeros(1, jnp.int32), ends])
         index = jnp.minimum(jnp.arange(num_tokens, dtype=jnp.int32), jnp.maximum(ends[-1] - 1, 0))
         rows = jnp.minimum(num_at_most(ends, index), len(slots) - 1)
-        return cls(pending, slots, first, behind, cu, rows, index - cu[rows])
+        return cls(pending, slots, first, num_pending, cu, rows, index - cu[rows])
 
     def pending_ids(self) -> jax.Array:
         """Returns pending tokens, int32[N]; what is not one has no meaning."""
@@ -299,7 +300,7 @@ class PendingRows:
 
         Adapters are int32[S].
         """
-        num_tokens, starts = jnp.diff(self.cu), self.first - self.behind
+        num_tokens, starts = jnp.diff(self.cu), self.first - self.num_pending
         positions = jnp.maximum(starts[self.rows] + self.offsets, 0)
         return PackedBatch(
             token_ids=ids,
@@ -320,8 +321,10 @@ class PendingRows:
         return PendingTokens(*of_slots)
 
 
-def _as_taken(place: Callable[[tuple[Any, ...]], tuple[Any, ...]], pools: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Returns the pools as `place` places them, behind pending tokens if there are some."""
+def _constrain_pools(
+    constrain: Callable[[tuple[Any, ...]], tuple[Any, ...]], pools: tuple[Any, ...]
+) -> tuple[Any, ...]:
+    """Constrains the pools by `constrain`; pending tokens in front of them stay as they are."""
     if not isinstance(pools[0], PendingTokens):
-        return place(pools)
-    return pools[0], *place(tuple(pools[1:]))
+        return constrain(pools)
+    return pools[0], *constrain(tuple(pools[1:]))

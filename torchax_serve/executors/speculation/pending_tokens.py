@@ -59,7 +59,7 @@ class Rows(NamedTuple):
     table: jax.Array  # int32[S, pages]
     adapters: jax.Array | None  # int32[S]
     lens: jax.Array  # int32[S], tokens that the states hold
-    behind: jax.Array  # int32[S], pending tokens
+    num_pending: jax.Array  # int32[S], pending tokens
     ids: jax.Array  # int32[S, width], pending tokens first
 
 
@@ -136,7 +136,7 @@ class PendingForward:
         width = self._sizes.width(num_rows)
         ids, column = rows.ids[:, :width], jnp.arange(width, dtype=jnp.int32)
         ids = jnp.pad(ids, ((0, 0), (0, width - ids.shape[1])))
-        offset = column - rows.behind[:, None]
+        offset = column - rows.num_pending[:, None]
         new = batch.token_ids[jnp.clip(batch.cu_q_lens[:-1, None] + offset, 0, num_tokens - 1)]
         ids = jnp.where(offset < 0, ids, jnp.where(offset < counts[:, None], new, 0))
         last = jnp.arange(self._sizes.num_drafts + 1, dtype=jnp.int32)
@@ -147,13 +147,13 @@ class PendingForward:
             rows.lens,
             ids,
             self._layout,
-            lens=jnp.maximum(rows.behind + counts, 1),
-            wanted=jnp.minimum(rows.behind[:, None] + last, width - 1),
+            lens=jnp.maximum(rows.num_pending + counts, 1),
+            wanted=jnp.minimum(rows.num_pending[:, None] + last, width - 1),
             adapters=rows.adapters,
             block_len=self._sizes.block_len,
         )
         new_pages, _ = self._layout.partition(news)
-        total, after = jnp.where(rows.is_active, rows.behind + counts, 0), jax.tree.leaves((found, new_pages))
+        total, after = jnp.where(rows.is_active, rows.num_pending + counts, 0), jax.tree.leaves((found, new_pages))
         pools = tuple(
             scatter(pool, rows.table, rows.lens, total, new, leaf, after, is_on_mesh=self._layout.is_on_mesh)
             for pool, new, leaf in zip(memory.pools, new_pages, self._layout.pages, strict=True)
@@ -165,7 +165,7 @@ class PendingForward:
         if not isinstance(found, tuple):
             return found[row, index], memory, None
         logits, hidden = found
-        return logits[row, index], memory, hidden[row, jnp.minimum(rows.behind[row] + index, width - 1)]
+        return logits[row, index], memory, hidden[row, jnp.minimum(rows.num_pending[row] + index, width - 1)]
 
     def catch_up(
         self,
@@ -189,8 +189,8 @@ class PendingForward:
         is_active = ends > 0
         slots = jnp.where(is_active, slots, self._num_slots)
         lens, ids = memory.pending.lens[slots], memory.pending.ids[slots]
-        behind = jnp.where(is_active, ends - lens, 0)
-        states, rows = memory.states, Rows(is_active, slots, table, adapters, lens, behind, ids)
+        num_pending = jnp.where(is_active, ends - lens, 0)
+        states, rows = memory.states, Rows(is_active, slots, table, adapters, lens, num_pending, ids)
         for num_tokens in self._sizes.catch_up_lens:
             states, rows = self._moved(weights, memory.pools, states, rows, num_tokens, num_tokens - 1)
         return self._memory(memory.pools, states, memory.pending, rows)
@@ -223,8 +223,10 @@ class PendingForward:
     ) -> tuple[SlotStates, Rows]:
         """Moves states ahead, `num_tokens` at a time, until no row has more than `most` pending."""
         advance = self._advance(weights, pools, states, rows, num_tokens)
+        # The carry: states of all slots, and the rows, whose `lens + num_pending` stays the same. Each round moves rows
+        # with `num_tokens` pending tokens or more, `most` being no less than `num_tokens - 1`: so it comes to an end.
         moved: tuple[SlotStates, Rows] = jax.lax.while_loop(
-            lambda carry: (carry[1].behind > most).any(), lambda carry: advance(pools, *carry), (states, rows)
+            lambda carry: (carry[1].num_pending > most).any(), lambda carry: advance(pools, *carry), (states, rows)
         )
         return moved
 
@@ -237,7 +239,7 @@ class PendingForward:
         """
 
         def advance(pools: tuple[Pool, ...], states: SlotStates, rows: Rows) -> tuple[SlotStates, Rows]:
-            is_moved = rows.behind >= num_tokens
+            is_moved = rows.num_pending >= num_tokens
             _, news = extend_rows(
                 self._forward,
                 weights,
@@ -256,7 +258,7 @@ class PendingForward:
             step = jnp.where(is_moved, num_tokens, 0)
             column = step[:, None] + jnp.arange(rows.ids.shape[1], dtype=jnp.int32)
             ids = jnp.take_along_axis(rows.ids, jnp.minimum(column, rows.ids.shape[1] - 1), axis=1)
-            return states, rows._replace(lens=rows.lens + step, behind=rows.behind - step, ids=ids)
+            return states, rows._replace(lens=rows.lens + step, num_pending=rows.num_pending - step, ids=ids)
 
         return TracedFunction(advance, pools, states, rows)
 

@@ -207,7 +207,7 @@ class SequenceDrafts:
         if spec.num_pages:
             table = tables[0][slots, : spec.num_pages]
             by_row[: len(slots), 2 : 2 + table.shape[1]] = table
-        given = to_device(self._adapters.behind(numbers), np.int32)
+        given = to_device(self._adapters.append_to(numbers), np.int32)
         of_head = self._cache.pools[self._num_pools :]
         self._keep(self._catch_up(self._weights, self._memory, history.lens, given, spec=spec), of_head)
 

@@ -52,6 +52,8 @@ class SpeculativeDecoder:
         pools: Returns the pages as they are now.
         adapters: The adapter of each slot.
         draft: Model or head that drafts; None: drafts are looked up.
+        constrain_pools: Constrains pools to the shardings that programs take them with; None: the head's own does, if
+            there is one.
 
     Attributes:
         history: Tokens of the slots since steps with drafts began; None: none was run.
@@ -69,7 +71,7 @@ class SpeculativeDecoder:
         pools: Callable[[], tuple[Any, ...]],
         adapters: SlotAdapters,
         draft: DraftModel | DraftHead | None = None,
-        as_taken: Callable[[tuple[Any, ...]], tuple[Any, ...]] | None = None,
+        constrain_pools: Callable[[tuple[Any, ...]], tuple[Any, ...]] | None = None,
     ) -> None:
         self._config, self._forward, self._weights = config, forward, weights
         self._adapters = adapters
@@ -82,7 +84,9 @@ class SpeculativeDecoder:
         self._steps: CompiledSteps[VerifySpec] = CompiledSteps(weights, programs, self._call_of)
         self.history: TokenHistory | None = None
         self._head = draft if isinstance(draft, DraftHead) else None
-        self._as_taken = as_taken if self._head is None or as_taken is not None else self._head.as_taken
+        self._constrain_pools = (
+            constrain_pools if self._head is None or constrain_pools is not None else self._head.constrain_pools
+        )
         self._draft = draft if isinstance(draft, DraftModel) else None
         self._draft_name = None if draft is None else draft.identity
         self._cache: DraftCache | None = None
@@ -124,7 +128,7 @@ class SpeculativeDecoder:
         (options, draws), num_top = found, sampler.slots.options_and_spec(rows, num_rows)[0].num_top
         spec = self.spec(len(rows), end, num_top is not None or any(drafts.needs_sampler))
         packed = spec.pack(plan.rows, drafts, plan.page_tables, plan.num_steps, draws, num_top)
-        numbers = self._adapters.behind(packed)
+        numbers = self._adapters.append_to(packed)
         if drafts.histories is not None:
             self.history = self._on_device(plan.rows, drafts.histories, sampler)
         assert self.history is not None
@@ -208,6 +212,20 @@ class SpeculativeDecoder:
         pick = functools.partial(_pick, options, state, steps.draws)
         propose = self._proposer(steps, rows, pick, (weights, draft_weights), pools, cache)
 
+        # The loop over verify steps. Rows accept different numbers of drafts, so it ends when all are at their ends, or
+        # after `num_steps`. The carry:
+        #
+        #   index    int32[], steps done
+        #   results  int32[max_num_steps, S, k + 3], of each step; zeros from `index` on
+        #   pools    keys and values; in front of them `PendingTokens`, of a model with recurrent states
+        #   rows     tokens of the S rows, those accepted so far among them
+        #   cache    of the draft model; None: there is none
+        #   scores   what `VerifyScores` has of the steps so far; None: no row asks
+        #
+        # Invariant: in front of each step the pages of a row hold its first `lens - 1` tokens. A step computes the last
+        # token and its drafts. It accepts the drafts that are right and one token more, so that `lens` grows by as much
+        # and the pages hold what the next step needs; behind that they hold rejected drafts, which it writes again.
+        # The sampler's state is not in the carry: greedy and sampled rows read their options and lengths alone.
         def goes_on(carry: Any) -> jax.Array:
             index, _, _, rows, *_ = carry
             return (index < steps.num_steps) & steps.is_active(rows).any()
@@ -231,8 +249,8 @@ class SpeculativeDecoder:
         scores = VerifyScores.empty(spec, forward.result_shape[0]) if spec.is_scored else None
         carry = (jnp.int32(0), results, pools, rows, cache, scores)
         _, results, pools, rows, cache, scores = jax.lax.while_loop(goes_on, step, carry)
-        if self._as_taken is not None:
-            pools = self._as_taken(pools)
+        if self._constrain_pools is not None:
+            pools = self._constrain_pools(pools)
         # A row that is not used is written nowhere.
         num_slots = len(state.last_tokens)  # other hosts' executors have slots of their own
         slots = jnp.where(steps.ends > 0, steps.slots, num_slots)

@@ -123,12 +123,12 @@ class VerifySteps:
     @classmethod
     def unpack(cls, numbers: jax.Array, spec: VerifySpec, slot_adapters: SlotAdapters) -> Self:
         """Returns the inputs in `numbers` int32[size], with the adapters of all slots behind them."""
-        behind, numbers = numbers, numbers[: spec.size]
+        with_adapters, numbers = numbers, numbers[: spec.size]
         packed = spec.packed
         by_row = numbers[:-3].reshape(-1, packed.num_rows)
         tables = jnp.split(by_row[3:], packed.num_tables) if packed.num_tables else []
         of_groups = tuple(table.reshape(packed.num_rows, packed.pages_per_seq) for table in tables)
-        adapters = slot_adapters.of_rows(behind, by_row[0])
+        adapters = slot_adapters.of_rows(with_adapters, by_row[0])
         of_call = numbers[-3], numbers[-2] > 0, numbers[-1] > 0
         return cls(spec, by_row[0], by_row[1], by_row[2], of_groups, *of_call, adapters)
 
