@@ -1,4 +1,8 @@
-// Depthwise causal convolutions over a packed row. Channels are independent: a thread takes some of them through all tokens.
+// Depthwise causal convolutions over a packed row. The pool keeps the last K - 1 inputs of each sequence, with which its next
+// tokens begin.
+//
+// Channels are independent: a thread takes some of them through all segments, in their order. An output is one sum over the K
+// taps, the oldest input first, in float: the same to the last bit wherever a prompt is cut and whatever else is in the row.
 #include "dtypes.h"
 #include "segments.h"
 #include "xla/ffi/api/ffi.h"

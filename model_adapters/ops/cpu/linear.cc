@@ -1,4 +1,8 @@
-// x[rows, K] times weight[N, K] transposed.
+// x[rows, K] times weight[N, K] transposed: a thread takes chunks of a `RowProduct`, which chooses the way that is quickest for
+// so many rows on this processor.
+//
+// With `in_order` a row has the same bits however many rows come along: what makes an answer independent of its batch. Rows at
+// the end that repeat the one before them, as padding does, are computed once.
 #include "dtypes.h"
 #include "repeated_rows.h"
 #include "row_product.h"

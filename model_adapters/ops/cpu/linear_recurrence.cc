@@ -1,4 +1,8 @@
-// Linear recurrences over a packed row. Channels are independent: a thread takes some of them through all tokens.
+// Linear recurrences over a packed row: state = gates[t] * state + x[t] is the output of token t, and of the last token what
+// the pool keeps.
+//
+// Channels are independent: a thread takes some of them through all segments, in their order, with the state in a register. It
+// is float32 and changes token by token, so that bits depend neither on where a prompt is cut nor on what else is in the row.
 #include "dtypes.h"
 #include "segments.h"
 #include "xla/ffi/api/ffi.h"

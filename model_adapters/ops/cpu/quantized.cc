@@ -1,4 +1,9 @@
 // x[rows, k] times a quantized matrix (quantized.h) transposed, or times one of several that each row names.
+//
+// Numbers of the matrix are taken apart in registers, never in memory. `meeting_of` chooses how rows meet them: rounded to
+// int8, whose sums are exact, or as floats, which are summed in one order for any number of rows if `in_order`. Rows that name
+// one matrix are a group: the matrix is read for all of them, and chunks of all groups are one loop, so that threads do not
+// wait at the end of each.
 #include <memory>
 
 #include "dtypes.h"

@@ -1,4 +1,8 @@
 // Rows of x times the matrices that they name: the experts of a layer.
+//
+// Rows that name one matrix are a group (routed_rows.h): matrices that no row names are not read, the others for all their rows
+// at once. Chunks of all groups are one loop, so that threads do not wait at the end of each. With `in_order` a row has the
+// same bits whatever the other rows name.
 #include <memory>
 
 #include "column_product.h"

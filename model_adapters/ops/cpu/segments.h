@@ -1,4 +1,8 @@
-// Segments of a packed row of tokens, with the rows of a pool of states that they begin with and leave theirs in.
+// Segments of a packed row of tokens, with the rows of a pool of states that they begin with and leave theirs in (segments.py).
+//
+// A sequence has one segment, or several in a chain, where a state in between is kept or dropped: each but the first reads what
+// the one before it has written. So the segments of a sequence are walked in their order by one thread, for each part of its
+// state. Different sequences may run at once: no row is written by one and read by another.
 #pragma once
 #include <algorithm>
 #include <cstdint>

@@ -1,4 +1,5 @@
-// Mamba's selective scan over a packed row.
+// Mamba's selective scan over a packed row: `StateRows` (state_rows.h) with a decay for each number of the state, made of dt
+// and a as it is needed: written to memory, decays would be N times as much as x.
 #include "state_rows.h"
 #include "xla/ffi/api/ffi.h"
 

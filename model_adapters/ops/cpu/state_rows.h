@@ -1,6 +1,8 @@
 // States whose rows are independent of each other, walked token by token: S[p] = S[p] * decay + dt x[p] b, out[p] = S[p] c + d x[p].
 //
 // As many rows as a vector has numbers go together through all tokens of a run and stay in the first-level cache meanwhile.
+// A state is float32 and changes token by token in one order, so that bits depend neither on where a prompt is cut nor on what
+// else is in the row.
 #pragma once
 #include <cmath>
 

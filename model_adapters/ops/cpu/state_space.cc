@@ -1,4 +1,5 @@
-// Mamba-2's state space layer over a packed row.
+// Mamba-2's state space layer over a packed row: `StateRows` (state_rows.h) with one decay for each token and head. A step is
+// the softplus of dt and its bias, within limits.
 #include "state_rows.h"
 #include "xla/ffi/api/ffi.h"
 

@@ -1,4 +1,9 @@
-"""Decode attention for Hopper through Pallas' Mosaic GPU lowering."""
+"""Decode attention for Hopper through Pallas' Mosaic GPU lowering.
+
+The new tokens are written first, by XLA, so that the kernel (`mosaic_kernel.py`) reads pages and nothing else. Where
+there are fewer rows and kv heads than the GPU has room for, the keys of a row are divided into splits; each gives its
+attention and the logarithm of its sum of weights, by which they are combined.
+"""
 
 from __future__ import annotations
 

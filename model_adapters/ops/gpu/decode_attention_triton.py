@@ -1,4 +1,8 @@
-"""Decode attention on GPUs: one query per row, keys in splits that fill the GPU."""
+"""Decode attention on GPUs: one query per row, keys in splits that fill the GPU.
+
+The new tokens are written first, by XLA, so that the kernel (`triton_kernel.py`) reads pages and nothing else. A row is
+an item of one query (`decode_items`); the query heads of a kv head are the rows of its products.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Attention of ragged runs of new tokens for Hopper, through Pallas' Mosaic GPU lowering."""
+"""Attention of ragged runs of new tokens for Hopper, through Pallas' Mosaic GPU lowering.
+
+The new tokens are written first, by XLA, so that the kernel (`mosaic_prefill.py`) reads pages and nothing else. Items
+cover all tokens once. They are cut at multiples of `TILE_ROWS` tokens, except where a sequence begins or ends
+(`ragged_items`): queries are copied, and results stored, by tiles.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Attention of ragged runs of new tokens on GPUs: prefill, chunks, and mixed steps."""
+"""Attention of ragged runs of new tokens on GPUs: prefill, chunks, and mixed steps.
+
+The new tokens are written first, by XLA, so that the kernel (`triton_kernel.py`) reads pages and nothing else. Items
+cover all tokens and the padding once (`ragged_items`), so that programs, which run in no order, write different rows.
+"""
 
 from __future__ import annotations
 

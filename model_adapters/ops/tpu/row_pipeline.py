@@ -1,4 +1,9 @@
-"""Key ranges of the rows of a decode call, and reads of their blocks, two ahead across rows."""
+"""Key ranges of the rows of a decode call, and reads of their blocks, two ahead across rows.
+
+Blocks are read in the order in which they are used, into the two halves of a buffer by turns. A half is filled again
+only when its block has been used: so at most two reads are under way, and the first block of a row is read while the
+last one of the row before is computed.
+"""
 
 from __future__ import annotations
 
