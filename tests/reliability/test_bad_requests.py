@@ -91,7 +91,7 @@ def break_building(patch, ids):
 
 
 def break_decoder(patch, ids):
-    inner = answers.step_decoder
+    inner = answers.answer_detokenizer
 
     def make(model, request, options):
         decoder = inner(model, request, options)
@@ -99,7 +99,7 @@ def break_decoder(patch, ids):
             decoder.push = fails
         return decoder
 
-    patch.setattr(answers, "step_decoder", make)
+    patch.setattr(answers, "answer_detokenizer", make)
 
 
 def break_logprobs(patch, ids):

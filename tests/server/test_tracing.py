@@ -98,9 +98,9 @@ def spans_of(server, collector, num_spans):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_request_is_a_span_of_the_clients_trace(traced, collector, stream, monkeypatch):
-    decoder = answers.step_decoder
+    decoder = answers.answer_detokenizer
     # The engine may begin with a request before the server has what it needs to read it.
-    monkeypatch.setattr(answers, "step_decoder", lambda *args: time.sleep(0.05) or decoder(*args))
+    monkeypatch.setattr(answers, "answer_detokenizer", lambda *args: time.sleep(0.05) or decoder(*args))
     headers = {"traceparent": f"00-{TRACE}-{PARENT}-01", "tracestate": "vendor=1", "X-Request-Id": "my-id"}
     with httpx.Client(base_url=traced.url, timeout=60, headers=headers) as http:
         options = {"stream_options": {"include_usage": True}} if stream else {}

@@ -20,7 +20,7 @@ from torchax_serve.scheduler.types import MAX_PAGE_ID, MAX_TOKEN_ID, RequestId
 
 
 class TokenIds(tuple[int, ...]):
-    """Token ids that were checked."""
+    """Token ids that were checked (`torchax_serve.text.prompt.checked_ids`), and are not again."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True, slots=True)

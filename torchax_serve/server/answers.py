@@ -17,7 +17,7 @@ from torchax_serve.server.errors import ApiError
 from torchax_serve.text.detokenizer import Detokenizer, NoText
 from torchax_serve.text.generate_batch import split_answers
 from torchax_serve.text.prompt import TextModel, make_media_request, make_request
-from torchax_serve.text.text_stream import AnswerStep, StepDecoder, submit_answer, submitted_together
+from torchax_serve.text.text_stream import AnswerDetokenizer, AnswerStep, submit_answer, submitted_together
 
 
 class Answer:
@@ -41,7 +41,7 @@ class Answer:
         index: int,
         prepared: Request,
         handle: RequestHandle,
-        decoder: StepDecoder,
+        detokenizer: AnswerDetokenizer,
         first_token_timeout_s: float | None = None,
     ) -> None:
         self.index = index
@@ -54,7 +54,7 @@ class Answer:
         self.first_s: float | None = None
         self.last_s: float | None = None
         self.previous_s: float | None = None
-        self._handle, self._decoder, self._first_token_timeout_s = handle, decoder, first_token_timeout_s
+        self._handle, self._detokenizer, self._first_token_timeout_s = handle, detokenizer, first_token_timeout_s
 
     @property
     def num_cached_tokens(self) -> int:
@@ -83,7 +83,7 @@ class Answer:
             output = await self._first(outputs)
             while output is not None:
                 self.prompt_logprobs = self.prompt_logprobs or output.prompt_logprobs
-                step = self._decoder.push(output.token_ids, output.logprobs, output.finish_reason)
+                step = self._detokenizer.push(output.token_ids, output.logprobs, output.finish_reason)
                 if step.finish_reason == "stop" and output.finish_reason is None:
                     self._handle.cancel("stop")  # at a stop string, which the engine does not see
                 self._record(step)
@@ -175,20 +175,20 @@ def submit(model: TextModel, prepared: Sequence[Request], options: AnswerOptions
             handle = submit_answer(model, request, first)
             first = first if request.answer_index else handle
             handles.append(handle)
-            decoder = step_decoder(model, request, options)
-            answers.append(Answer(index, request, handle, decoder, options.first_token_timeout_s))
+            detokenizer = answer_detokenizer(model, request, options)
+            answers.append(Answer(index, request, handle, detokenizer, options.first_token_timeout_s))
     return answers
 
 
-def step_decoder(model: TextModel, request: Request, options: AnswerOptions) -> StepDecoder:
-    """Returns the decoder of one answer's steps."""
+def answer_detokenizer(model: TextModel, request: Request, options: AnswerOptions) -> AnswerDetokenizer:
+    """Returns the detokenizer of one answer, with its stop strings."""
     tokenizer = model.tokenizer
     if tokenizer is None:
         detokenizer: Detokenizer | NoText = NoText()
     else:
         skips = options.skip_special_tokens and not options.is_parsed
         detokenizer = Detokenizer(tokenizer, skip_special_tokens=skips)
-    return StepDecoder(
+    return AnswerDetokenizer(
         detokenizer,
         request.params.stop_strings,
         request.params.given.stop_token_ids or (),

@@ -13,7 +13,7 @@ from torchax_serve.request_params import RequestParams
 from torchax_serve.sampling.beam_search import Beam, BeamOptions, BeamSearch
 from torchax_serve.sampling_params import SamplingParams
 from torchax_serve.scheduler import Request
-from torchax_serve.server.answers import Answer, AnswerOptions, prepare, step_decoder
+from torchax_serve.server.answers import Answer, AnswerOptions, answer_detokenizer, prepare
 from torchax_serve.server.errors import ApiError, bad_request
 from torchax_serve.server.merged_answers import merged_steps
 from torchax_serve.server.model_service import ModelService
@@ -119,7 +119,7 @@ class BeamAnswer(Answer):
         self.prompt_ids, self.submitted_s = search.prepared.prompt_ids, time.monotonic()
         self.num_tokens, self.prompt_logprobs, self.finish_reason, self.on_tokens = 0, None, None, None
         self.first_s = self.last_s = self.previous_s = None
-        self._decoder = step_decoder(search.service.model, search.prepared, options)
+        self._detokenizer = answer_detokenizer(search.service.model, search.prepared, options)
 
     @property
     def num_cached_tokens(self) -> int:
@@ -145,7 +145,7 @@ class BeamAnswer(Answer):
         beam = beams[min(self._rank, len(beams) - 1)]
         has_ended = beam.token_ids and beam.token_ids[-1] in self._search.prepared.params.stop_ids
         reason: FinishReason = "stop" if has_ended else "length"
-        step = self._decoder.push(beam.token_ids, None, reason)
+        step = self._detokenizer.push(beam.token_ids, None, reason)
         self._record(step)
         yield step
 

@@ -252,6 +252,10 @@ def _positive(number: Any) -> int | None:
 def checked_ids(model: TextModel, prompt_ids: Sequence[int]) -> TokenIds:
     """Checks `prompt_ids` and returns them as Python integers.
 
+    The only check of a caller's ids: whoever gets `TokenIds` does not look at them again. How long a prompt may be is
+    checked for positions (`make_request`), and by the engine and its scheduler for its cache
+    (`SchedulerConfig.check_prompt`).
+
     Raises:
         InvalidArgumentError: no token id, or one that is not an integer in the vocabulary of `model`.
     """
@@ -316,7 +320,7 @@ def tokens_request(
     return Request.of(ids, params, inputs=inputs, masks=masks)
 
 
-_found: weakref.WeakKeyDictionary[Any, tuple[Any, tuple[int, ...]]] = weakref.WeakKeyDictionary()
+_turn_ends: weakref.WeakKeyDictionary[Any, tuple[Any, tuple[int, ...]]] = weakref.WeakKeyDictionary()
 
 
 def turn_ends(tokenizer: Any) -> tuple[int, ...]:
@@ -328,9 +332,9 @@ def turn_ends(tokenizer: Any) -> tuple[int, ...]:
         return ()  # none, or one of another library, which names no special tokens
     eos = tokenizer.special_tokens_map.get("eos_token")
     key = (getattr(tokenizer, "chat_template", None), None if eos is None else str(eos))
-    known = _found.get(tokenizer)
+    known = _turn_ends.get(tokenizer)
     if known is None or known[0] != key:
-        known = _found[tokenizer] = (key, _ends_of(tokenizer, *key))
+        known = _turn_ends[tokenizer] = (key, _ends_of(tokenizer, *key))
     return known[1]
 
 

@@ -1,4 +1,4 @@
-"""Text and end of an answer, from its tokens: `StepDecoder`, `TextStream`, and `stream`."""
+"""Text and end of an answer from its tokens: `AnswerDetokenizer`, `TextStream`, `stream`."""
 
 from __future__ import annotations
 
@@ -39,8 +39,11 @@ class AnswerStep:
     stop: str | int | None = None
 
 
-class StepDecoder:
-    """Decodes the steps of one answer, and cuts it at stop strings; other ends are the engine's.
+class AnswerDetokenizer:
+    """Detokenizes an answer step by step, up to a stop string; other ends are the engine's.
+
+    It runs on the reader's thread: the engine goes on until the reader, who learns of the stop string here, cancels the
+    request with the reason "stop" (`TextStream`, and the server's ``Answer``).
 
     Args:
         detokenizer: Of this answer; it is used by it only.
@@ -133,7 +136,8 @@ class TextStream(Iterator[str]):
     ) -> None:
         self.token_ids: list[int] = []
         self._prompt_len, params = len(request.prompt_ids), request.params
-        self._decoder = StepDecoder(detokenizer, params.stop_strings, params.given.stop_token_ids or ())
+        # `min_new_tokens`, as in transformers, holds no stop string back; the server's ``min_tokens`` does, as in vLLM.
+        self._detokenizer = AnswerDetokenizer(detokenizer, params.stop_strings, params.given.stop_token_ids or ())
         self._has_text = not isinstance(detokenizer, NoText)
         self._handle = handle
         self._outputs: Iterator[Any] = iter(handle)
@@ -268,10 +272,10 @@ class TextStream(Iterator[str]):
             self._last_s = self._clock()
             self._first_s = self._last_s if self._first_s is None else self._first_s
             self.token_ids += new
-        step = self._decoder.push(new, finish_reason=reason)
+        step = self._detokenizer.push(new, finish_reason=reason)
         self._finish_reason = step.finish_reason
         if step.finish_reason == "stop":
-            self._handle.cancel("stop")  # at a stop string, which the engine does not see
+            self._handle.cancel("stop")  # at a stop string, which the engine does not see; else the request has ended
         return step.text
 
 
