@@ -286,20 +286,23 @@ class ModelRunner:
         step = InFlightStep(plan, weights_version=self.weights_version)
         failures: dict[int, Exception] = {}
         make_bitmask = None if masks is None else functools.partial(masks.bitmask, failures=failures)
+        # Decode rows that need no more than tokens are one dispatch for all their steps, and plans with drafts are the
+        # executor's. All other steps are two dispatches: logits, with log-probabilities of prompts where they are asked
+        # for, then sampling.
         is_fused = masks is None and not plan.prefill_rows and self._executor.limits.fused_decode_steps
         if is_fused or plan.drafts is not None:
             step.tokens, step.failures = self._executor.run_decode(plan, self._sampler, make_bitmask), failures
             if step.tokens is not None:
                 return step
         tops = [requests[row.slot].params.prompt_logprobs for row in plan.prefill_rows]
-        asked = max((top for top in tops if top is not None), default=None)
+        num_top = max((top for top in tops if top is not None), default=None)
         for ahead in range(plan.num_steps):
-            if asked is None:
+            if num_top is None:
                 logits = self._executor.run(plan.rows, plan.page_tables, self._sampler.last_tokens, ahead=ahead)
             else:
                 following = _following_tokens(plan.rows, requests)
-                step.prompt, logits = self._executor.run_scored(
-                    plan.rows, plan.page_tables, self._sampler, following, asked
+                step.prompt_logprobs, logits = self._executor.run_scored(
+                    plan.rows, plan.page_tables, self._sampler, following, num_top
                 )
             bitmask = None if make_bitmask is None else make_bitmask(len(logits))
             step.sampled.append(self._sampler.sample(plan.rows, logits, ahead, bitmask))
@@ -336,12 +339,12 @@ class ModelRunner:
 
     def prompt_logprobs(self, step: InFlightStep, row: int, request: Request) -> dict[int, TokenLogprobs]:
         """Returns the log-probabilities of a prefill row, by position in the prompt of `request`."""
-        assert step.prompt is not None
+        assert step.prompt_logprobs is not None
         rows = step.plan.rows
         begin = sum(each.num_tokens for each in rows[:row])
         num_top = request.params.prompt_logprobs or 0
         return {
-            rows[row].context_len + i + 1: _token(step.prompt, begin + i, token, num_top, step.weights_version)
+            rows[row].context_len + i + 1: _token(step.prompt_logprobs, begin + i, token, num_top, step.weights_version)
             for i, token in enumerate(_following(rows[row], request))
         }
 

@@ -42,7 +42,7 @@ class OutputProcessor:
         self._to_wake: _ByLoop = collections.defaultdict(list)
         self._urgent: set[asyncio.AbstractEventLoop] = set()
         self._wakeups: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, ReaderWakeups] = weakref.WeakKeyDictionary()
-        self._prompts: dict[RequestId, dict[int, TokenLogprobs]] = {}  # log-probabilities by position, so far
+        self._prompt_logprobs: dict[RequestId, dict[int, TokenLogprobs]] = {}  # log-probabilities by position, so far
         self._failed: list[RequestId] = []  # requests whose tokens could not be delivered
 
     def add(self, request_id: RequestId, request: Request, handle: RequestHandle) -> None:
@@ -105,7 +105,7 @@ class OutputProcessor:
     def _failure(self, request_id: RequestId, error: Exception) -> RequestOutput:
         logger.error("request %s: its tokens could not be delivered", request_id, exc_info=error)
         self._remove(request_id)
-        self._prompts.pop(request_id, None)
+        self._prompt_logprobs.pop(request_id, None)
         self._failed.append(request_id)
         return RequestOutput((), finish_reason="error", error=f"its tokens could not be delivered ({describe(error)})")
 
@@ -151,7 +151,7 @@ class OutputProcessor:
         error: str | RequestError | None,
     ) -> RequestOutput | RowResult:
         """Returns the output of a result; `step` is needed only for log-probabilities."""
-        if result.finish_reason is None and step is None and not self._prompts:
+        if result.finish_reason is None and step is None and not self._prompt_logprobs:
             return result  # tokens, and nothing else: nearly always
         if result.finish_reason is not None:
             self._remove(result.request_id)
@@ -160,8 +160,8 @@ class OutputProcessor:
             num_tokens = len(result.token_ids)
             of_scores, num_top = request.params.scores_logprobs, request.params.logprobs
             logprobs = self._runner.logprobs(step, result.row, num_tokens, num_top, of_scores=of_scores)
-        if self._prompts and (result.token_ids or result.finish_reason is not None):
-            by_position = self._prompts.pop(result.request_id, None)
+        if self._prompt_logprobs and (result.token_ids or result.finish_reason is not None):
+            by_position = self._prompt_logprobs.pop(result.request_id, None)
             if by_position is not None and result.token_ids:
                 prompt = tuple(by_position.get(position) for position in range(len(request.prompt_ids)))
         if result.finish_reason == "error" and error is None:
@@ -173,7 +173,7 @@ class OutputProcessor:
 
         They are delivered with the first new token.
         """
-        if step.prompt is None:
+        if step.prompt_logprobs is None:
             return
         for index, row in enumerate(step.plan.rows):
             if row.is_decode or row.request_id not in self._requests:
@@ -188,7 +188,7 @@ class OutputProcessor:
                 if handle is not None:
                     self._put(handle, new)
             else:
-                self._prompts.setdefault(row.request_id, {}).update(found)
+                self._prompt_logprobs.setdefault(row.request_id, {}).update(found)
 
 
 def _why_no_token(request: Request, state: RequestState, vocab_size: int) -> str | RequestError:

@@ -87,12 +87,14 @@ class AbstractStep:
 class InFlightStep:
     """A plan that was dispatched, and its results on the device.
 
+    The scheduler knows the same step by its plan alone, and `DispatchQueue` adds its times.
+
     Attributes:
         plan: The step plan.
         sampled: Results of each step of the plan.
         tokens: int32[>= num_steps, S] of fused decode steps, or the results of a plan with drafts, in place of
             `sampled`.
-        prompt: Log-probabilities of all prompt tokens of the step; None if not requested.
+        prompt_logprobs: Log-probabilities of all prompt tokens of the step; None if not requested.
         failures: Errors by slot, each of one request.
         weights_version: Version of the weights that the step was computed with.
     """
@@ -100,7 +102,7 @@ class InFlightStep:
     plan: StepPlan
     sampled: list[Sampled] = dataclasses.field(default_factory=list)
     tokens: jax.Array | VerifiedTokens | None = None
-    prompt: Logprobs | None = None
+    prompt_logprobs: Logprobs | None = None
     failures: dict[int, Exception] = dataclasses.field(default_factory=dict)
     weights_version: int = 0
 
