@@ -149,6 +149,11 @@ class MosaicProgram:
             pl.when(begin + i < end)(lambda i=i: self.fetch(row, head, begin + i, i))  # type: ignore[misc]
         plgpu.barrier_wait(self.queries_loaded)
 
+        # The loop over the blocks of the split. The carry is the running softmax: top [64], the largest score so far
+        # times log2(e); total [64], the sum of the weights 2 ** (score - top); sums [64, Dv], the values with these
+        # weights. Where the largest score grows, the others shrink. Block b is in stage (b - begin) % num_stages of a
+        # ring. The stage is filled again, with block b + num_stages, behind the products that read it; the first blocks
+        # are under way already.
         def step(block: Any, carry: Any) -> Any:
             top, total, sums = carry
             stage = lax.rem(block - begin, jnp.int32(num_stages))

@@ -210,6 +210,15 @@ class PrefillProgram:
         def stage_of(block: Any) -> Any:
             return lax.rem(block - first, jnp.int32(sizes.num_stages))
 
+        # The loop over the item's blocks. The carry is the running softmax: top [64], the largest score so far times
+        # log2(e); total [64], the sum of the weights 2 ** (score - top); sums [64, Dv], the values with these weights.
+        # Where the largest score grows, the others shrink.
+        #
+        # The warp group that copies waits for `keys_read` and `values_read` of a stage before it fills it again, so
+        # both groups that compute arrive there once for each block behind which another one waits for the stage, and
+        # never else. `turns` is passed by both groups at the same time, as often by one as by the other: twice in a
+        # step, and by group 1 once in front of the loop, by group 0 once behind it. So they are half a step apart, and
+        # one multiplies while the other takes its softmax.
         def step(block: Any, carry: Any, has_mask: bool) -> Any:
             top, total, sums = carry
             stage = stage_of(block)

@@ -119,6 +119,12 @@ class _Program:
 
 
 def _kernel(program: _Program, update: Update, summed: int, refs: Sequence[Any]) -> None:
+    """Computes all segments of one sequence for a part of a head's state.
+
+    The carry of both loops is the state and the vectors of the next token, which are read while one is computed. It
+    goes through from segment to segment: what a segment writes is what the next one of the sequence would read. A
+    program whose segment is not the first of its sequence has a count of 0, and does nothing.
+    """
     cu, read, write, counts, *operands, pool, out, new_pool = refs
     first = pl.program_id(0)
     end_segment = first + counts[first]

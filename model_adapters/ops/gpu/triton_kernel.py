@@ -220,6 +220,10 @@ class TritonProgram:
         begin, end, num_prefix, rest = self.block_list(item)
         last_page = refs.pool.shape[0] // (self.heads * self.page) - 1
 
+        # The loop over the blocks of keys of the split, those of a prefix first. The carry is the running softmax: the
+        # largest score so far of each row, times log2(e); the sum of the weights 2 ** (score - largest); the values
+        # with these weights, by piece of their columns. Scores that are hidden are `MASKED`, below `NOTHING`, with
+        # which the largest score begins: their weight is zero in a row that has seen nothing, too.
         def step(index: Any, carry: Carry) -> Carry:
             top, total, sums = carry
             block = jnp.where(index < num_prefix, index, index - num_prefix + rest)

@@ -185,6 +185,7 @@ class _Decode:
     def run(self, q: jax.Array, constants: jax.Array, index: Any) -> Carry:
         """Computes all blocks of row `index`; after each, the next but one is read into its half.
 
+        The carry is the running softmax of all heads (`Carry`), which begins with the sinks, if there are any.
         A fully visible block needs no mask, and no branch if it is known whether the next but one is full.
         """
         row = self.reader[index]

@@ -201,7 +201,13 @@ class _Ragged:
                 one(head, None)
 
     def run(self, item: Item, slot_ref: Any, first: Any, row: Any, num_queries: int) -> None:
-        """Computes all blocks of an item as `num_queries` rows; token `first` is row `row`."""
+        """Computes all blocks of an item as `num_queries` rows; token `first` is row `row`.
+
+        The running softmax of all heads is in scratch memory (`top`, `total`, `sums`). `slot_ref` has the half of the
+        buffer whose block is computed next: its reads have been started by the block before, of this item or of one
+        before it. In front of each block the next one's are started into the other half, of this item or of the next
+        that has any.
+        """
         self.begin(num_queries)
         num_blocks = pl.cdiv(item.num_pieces, self.blocks.num_pieces)
 

@@ -183,6 +183,13 @@ class _Ring:
 
 
 def _kernel(count: Any, table: Any, *refs: Any, update: Update, num_blocks: int, num_operands: int) -> None:
+    """Updates the blocks of one row in the ring, and reads ahead into the next rows.
+
+    Blocks are numbered over all rows. In front of block b, the reads of blocks b to b + NUM_AHEAD - 1 have been
+    started, and at most NUM_BUFFERS - NUM_AHEAD writes are under way. Block b + NUM_AHEAD gets the buffer of block b +
+    NUM_AHEAD - NUM_BUFFERS, whose write is waited for first. Each read and write that is started is waited for once,
+    those of the last blocks by the last row.
+    """
     operands, (_, out, pool, *scratch) = refs[:num_operands], refs[num_operands:]
     ring, row = _Ring(table, num_blocks, pool, *scratch), pl.program_id(0)
     total = count[0] * num_blocks

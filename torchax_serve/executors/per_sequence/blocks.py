@@ -70,6 +70,10 @@ def extend_in_blocks(
     """Computes tokens as `SequenceForward.extend`, one block of `block_len` tokens at a time."""
     media, in_pools = how["media"], how.get("table") is not None
 
+    # The carry is what the cache has of the request, with the blocks so far, and the number of tokens in it: dense keys
+    # and values get the block's at that offset, a state is the one behind the block, and pools have been written by the
+    # forward. Only of dense keys and values what is new comes out by block: the other leaves are those behind the last
+    # one.
     def step(carry: tuple[Leaves, jax.Array], block: tuple[jax.Array, ...]) -> Any:
         leaves, offset = carry
         own = how if media is None else how | {"media": _block(media, block[1:])}

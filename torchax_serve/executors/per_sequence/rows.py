@@ -140,7 +140,8 @@ def _of_all_rows(
         found, (pools, news) = one(pools, jax.tree.map(lambda x: x[0], rows))
         return jax.tree.map(lambda x: x[None], found), (pools, jax.tree.map(lambda x: x[None], news))
     if not layout.is_vectorised:
-
+        # Rows one after the other. The carry is the pools, which each row writes its own pages of: no row reads what
+        # another one has written.
         def step(pools: Leaves, row: tuple[Any, ...]) -> Any:
             found, (pools, news) = one(pools, row)
             return pools, (found, news)
