@@ -180,6 +180,13 @@ def draw_seed() -> int:
     return int(torch.randint(2**63 - 1, (), generator=current_generator()))
 
 
+def drawn_seed(seed: int | None, *, do_sample: bool) -> int:
+    """Returns `seed`, or a new one, repeatable by ``torch.manual_seed`` as in transformers."""
+    if seed is not None:
+        return seed
+    return int(torch.randint(2**63 - 1, ())) if do_sample else 0
+
+
 def current_limits() -> CallLimits | None:
     """Returns the limits of the call on this thread; None for a ``generate`` of the user's own."""
     return _LIMITS.get()

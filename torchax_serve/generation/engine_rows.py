@@ -22,7 +22,7 @@ from model_adapters.caches.encoder_mask import SourceMask
 from model_adapters.errors import OutOfMemoryError, UnsupportedModelError
 from torchax_serve.engine.request_handle import RequestHandle
 from torchax_serve.executors.encoder_inputs import decoder_start_ids
-from torchax_serve.generation.call_limits import CallLimits, current_limits, draw_seed
+from torchax_serve.generation.call_limits import CallLimits, current_limits, draw_seed, drawn_seed
 from torchax_serve.generation.queued_call import run_on_queue
 from torchax_serve.generation.routing import EngineFacts, ModelCapabilities, Path, PromptCall, RowsCall, route
 from torchax_serve.generation.sample_call import SampleCall, StaticBatchStart, static_batch_start
@@ -357,17 +357,10 @@ def encoded_request(
     if not isinstance(start, StaticBatchStart):
         return start
 
-    def facts() -> EngineFacts:
-        try:
-            return EngineFacts.of(get_engine())
-        except UnsupportedModelError as error:
-            return EngineFacts(str(error))
-
-    found = _engine_outputs(model, call, start, facts)
+    found = _engine_outputs(model, call, start, lambda: EngineFacts.of_engine(get_engine))
     if isinstance(found, str):
         return found
-    if seed is None:  # torch.manual_seed makes it repeatable, as in transformers
-        seed = int(torch.randint(2**63 - 1, ())) if call.config.do_sample else 0
+    seed = drawn_seed(seed, do_sample=call.config.do_sample)
     max_len = call.stopping_criteria.max_length
     assert max_len is not None
     start_ids = call.input_ids[0].tolist()

@@ -16,7 +16,7 @@ from transformers import GenerationConfig
 
 from model_adapters.errors import InvalidArgumentError, UnsupportedModelError
 from torchax_serve.executors.request_input import MediaInput
-from torchax_serve.generation.call_limits import CallLimits, draw_seed
+from torchax_serve.generation.call_limits import CallLimits, draw_seed, drawn_seed
 from torchax_serve.generation.engine_rows import encoded_request, read_tokens
 from torchax_serve.generation.sample_call import StaticBatchStart, static_batch_start
 from torchax_serve.generation.single_request import loop_options, prepared_call
@@ -87,8 +87,7 @@ def media_request(
         return str(error)
     if media.sees_until is not None and (reason := _span_reason(media, engine)) is not None:
         return reason
-    if seed is None:  # torch.manual_seed makes it repeatable, as in transformers
-        seed = int(torch.randint(2**63 - 1, ())) if call.config.do_sample else 0
+    seed = drawn_seed(seed, do_sample=call.config.do_sample)
     options = loop_options(call.config, max_length, len(media.prompt_ids))
     own = RequestParams.of_generation_config(options, params or NO_PARAMS, seed=seed)
     return Request.of(TokenIds(media.prompt_ids), own, source=media, page_ids=media.page_ids, spans=media.spans)

@@ -12,6 +12,7 @@ import enum
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from model_adapters.errors import UnsupportedModelError
 from model_adapters.loading import has_own_generate
 
 if TYPE_CHECKING:
@@ -99,6 +100,14 @@ class EngineFacts:
     def of(cls, engine: Engine | DataParallelEngines) -> EngineFacts:
         """Reads the limits of `engine`."""
         return cls(None, engine.max_encoder_len, engine.can_hold)
+
+    @classmethod
+    def of_engine(cls, get_engine: Callable[[], Engine | DataParallelEngines]) -> EngineFacts:
+        """Reads the limits of the engine that a function returns, or why there is none."""
+        try:
+            return cls.of(get_engine())
+        except UnsupportedModelError as error:
+            return cls(str(error))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,6 +18,7 @@ from model_adapters.bridge.views import to_torch_tensor
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.program.call_signature import cache_field_of
 from torchax_serve.generation.batch_forward import BatchForward
+from torchax_serve.generation.call_limits import drawn_seed
 from torchax_serve.generation.sample_call import SampleCall, StaticBatchStart
 from torchax_serve.runtime.model_runtime import ModelRuntime
 from torchax_serve.sampling import INVALID_TOKEN, BatchSampler
@@ -159,8 +160,7 @@ class StaticBatchLoop:
             self.config,
             request.input_ids.numpy(),
             vocab_size=logits.shape[-1],
-            # torch.manual_seed makes it repeatable, as in transformers
-            seed=int(torch.randint(2**63 - 1, ())) if self.config.do_sample else 0,
+            seed=drawn_seed(None, do_sample=self.config.do_sample),
             attention_mask=None if mask is None else mask.numpy(),
             sharding=logits.sharding,  # as after a step: one program, not two
         )
