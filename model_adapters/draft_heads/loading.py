@@ -21,13 +21,14 @@ from model_adapters.errors import CheckpointError, InvalidArgumentError, Torchax
 from model_adapters.loading.checkpoint import Checkpoint, weight_files
 from model_adapters.loading.file_names import CONFIG
 from model_adapters.loading.formats.placement import StoredWeights
+from model_adapters.loading.load_report import some
 from model_adapters.loading.loaded_model import LoadedModel
 from model_adapters.loading.loader import harvest
 from model_adapters.loading.memory import PeakMemory
 from model_adapters.loading.model_class import module_of, read_config_json
 from model_adapters.loading.model_files import AnyCheckpoint, ModelFiles
 from model_adapters.loading.model_source import ModelSource
-from model_adapters.loading.tensor_match import TensorMatch, some
+from model_adapters.loading.tensor_match import TensorMatch
 from model_adapters.loading.weight_sink import DevicePlacement, WeightSink
 from model_adapters.ops.compressed_weight import Weight
 from model_adapters.program.model_program import ModelProgram

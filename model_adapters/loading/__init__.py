@@ -8,7 +8,8 @@ from pytree_registry.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from model_adapters.loading.custom_generate import has_own_generate
-    from model_adapters.loading.loaded_model import LoadedModel, LoadReport, require_causal_lm
+    from model_adapters.loading.load_report import LoadReport
+    from model_adapters.loading.loaded_model import LoadedModel, require_causal_lm
     from model_adapters.loading.loader import load_model
     from model_adapters.loading.model_source import ModelSource, resolve
     from model_adapters.loading.progress import Progress, RichProgress, SilentProgress
@@ -33,7 +34,7 @@ __all__ = [
 __getattr__, __dir__ = lazy_exports(
     __name__,
     {
-        "LoadReport": ".loaded_model",
+        "LoadReport": ".load_report",
         "LoadedModel": ".loaded_model",
         "ModelSource": ".model_source",
         "Progress": ".progress",

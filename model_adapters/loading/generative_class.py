@@ -15,10 +15,10 @@ from transformers.models.auto import modeling_auto
 
 from model_adapters.bridge.views import named_tensors
 from model_adapters.errors import UnsupportedModelError
+from model_adapters.loading.load_report import some
 from model_adapters.loading.loaded_model import LoadedModel
 from model_adapters.loading.loader import generation_config_of
 from model_adapters.loading.model_class import module_of
-from model_adapters.loading.tensor_match import some
 from model_adapters.ops.compressed_weight import Weight
 
 _ZERO_AT_FIRST = "final_logits_bias"

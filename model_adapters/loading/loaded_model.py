@@ -24,10 +24,11 @@ from transformers import (
 from model_adapters.errors import CheckpointError, UnsupportedModelError
 from model_adapters.loading.formats.gguf_file import GgufFile
 from model_adapters.loading.formats.gguf_model import tokenizer_of
+from model_adapters.loading.load_report import LoadReport
 from model_adapters.loading.memory import PeakMemory
 from model_adapters.loading.model_class import require_causal_module
 from model_adapters.loading.model_source import ModelSource
-from model_adapters.loading.tensor_match import TensorMatch, some
+from model_adapters.loading.tensor_match import TensorMatch
 from model_adapters.ops.compressed_weight import Weight
 from model_adapters.quantization.loading import WeightQuantizer, describe_losses, describe_weights
 from model_adapters.sharding.model_sharding import ModelSharding
@@ -45,33 +46,6 @@ _TOKENIZER_FILES = (
     "tekken.json",
 )
 _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
-
-
-@dataclass(frozen=True)
-class LoadReport:
-    """Time and memory that loading took."""
-
-    load_s: float  # from the files (or the random stream) to arrays, download excluded
-    download_s: float
-    download_bytes: int
-    checkpoint_bytes: int  # of all tensors in the files; of the arrays where there are no files
-    weights_bytes: int  # of the arrays, shared ones once
-    peak_host_bytes: int  # highest growth of the process's resident memory while loading
-    num_tensors: int  # names
-    num_shared: int  # names whose array another name has as well
-    unused_tensors: tuple[str, ...] = ()  # names in the files that the class has no place for
-    missing_tensors: tuple[str, ...] = ()  # names of the class that the files lack: a head, a pooler; left out
-    made_dense: tuple[str, ...] = ()  # names of weights that are quantized in the files and had to become dense
-    quantization: str = ""  # which weights have how many bits, in one line; "" if all are dense
-    requantized: str = ""  # what weights lost that were quantized again, in one line; "" if none were
-
-    @property
-    def lack(self) -> str:
-        """The end of a sentence on tensors that the files lack; empty if they lack none.
-
-        The sentence says what the model therefore cannot do.
-        """
-        return f"; its files lack {some(self.missing_tensors, 2)}" if self.missing_tensors else ""
 
 
 @dataclass(frozen=True)

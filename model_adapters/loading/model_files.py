@@ -16,9 +16,9 @@ from model_adapters.loading.formats.gguf_file import GgufFile
 from model_adapters.loading.formats.gguf_model import config_of
 from model_adapters.loading.formats.quantized_checkpoint import QuantizedCheckpoint, require_plain
 from model_adapters.loading.formats.settings import QuantizationSettings, settings_in
+from model_adapters.loading.load_report import some
 from model_adapters.loading.model_class import load_config, module_of, read_config_json
 from model_adapters.loading.model_source import ModelSource
-from model_adapters.loading.tensor_match import some
 
 AnyCheckpoint = Checkpoint | QuantizedCheckpoint | GgufCheckpoint
 

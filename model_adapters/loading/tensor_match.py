@@ -20,6 +20,7 @@ from transformers.models.auto import modeling_auto
 from transformers.utils.loading_report import LoadStateDictInfo
 
 from model_adapters.errors import CheckpointError
+from model_adapters.loading.load_report import some
 
 logger = logging.getLogger("torchax_serve")
 
@@ -117,12 +118,6 @@ def smaller_classes(model_class: type[PreTrainedModel], model_type: str) -> list
     names += [f"{names[0].removesuffix('Model')}EncoderModel"] if names[0] else []
     found = [getattr(transformers, name, None) for name in names if name]
     return [each for each in found if isinstance(each, type) and each is not model_class]
-
-
-def some(names: Any, limit: int = 6) -> str:
-    """Returns the first of `names`, sorted, and how many more there are."""
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(sorted(names)[:limit]) + more
 
 
 def _count(names: tuple[str, ...]) -> str:
