@@ -139,7 +139,7 @@ def answer(folder: Path) -> dict[str, Any]:
     """Serves ``folder/big``, answers 17 tokens, and returns what it took."""
     from model_adapters.loading.memory import PeakMemory
     from torchax_serve import EngineOptions, SamplingParams, serve
-    from torchax_serve.entrypoints import served_model  # noqa: F401  what serve imports counts as imports
+    from torchax_serve.entrypoints import torch_model  # noqa: F401  what serve imports counts as imports
 
     peak = PeakMemory()
     with serve(folder / "big", engine=EngineOptions(max_num_seqs=1)) as model:

@@ -170,7 +170,7 @@ def walks_of(folder: str, *, has_more: bool) -> dict[str, Any]:
     with serving(model) as server:
         take("HTTP", lambda: ask(server))
     model.close()
-    return {"model": kind, "walks": walks}
+    return {"model": kind, "is_stored": model.has_stored_programs, "walks": walks}
 
 
 def main() -> None:

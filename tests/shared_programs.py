@@ -75,17 +75,17 @@ def programs_are_shared():
         return
     from model_identity import identity_of
 
-    from torchax_serve.entrypoints import base_model, draft, served_model
+    from torchax_serve.entrypoints import draft, torch_model
     from torchax_serve.sampling import sampler
 
-    own, (held, shared) = base_model.programs_of, _classes()
+    own, (held, shared) = torch_model.programs_of, _classes()
 
     def programs_of(loaded):
         identity = identity_of(loaded) if is_shared_now() else None
         return own(loaded) if identity is None else shared(Path(folder), identity)
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (base_model, draft, served_model):
+        for module in (draft, torch_model):
             patch.setattr(module, "programs_of", programs_of)
         patch.setattr(sampler, "ExecutableCache", held)
         yield

@@ -78,9 +78,6 @@ COMPANIONS = {
 # join.
 READERS_OF_PRIVATE = {
     "torchax_serve.entrypoints.live_adapters.enable_adapters",
-    "torchax_serve.entrypoints.recorded_model._check_open",
-    "torchax_serve.entrypoints.recorded_model.engines_of",
-    "torchax_serve.entrypoints.served_model.continue_with",
     "torchax_serve.entrypoints.served_model.record_start",
     "torchax_serve.executors.packed.executor.step_calls",
     "torchax_serve.generation.engine_rows._engine_outputs",

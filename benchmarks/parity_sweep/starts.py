@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from model_adapters.loading import LoadedModel
 from model_adapters.loading.model_source import ModelSource, parse_name
 from parity_sweep.check_engine import on_engine
 from parity_sweep.tiny.media_prompts import Inputs
@@ -25,12 +26,12 @@ from parity_sweep.tiny.models import NUM_NEW
 from torchax_serve.compilation.executable_cache import ExecutableCache
 from torchax_serve.compilation.xla_cache import enable_compile_cache
 from torchax_serve.engine.options import EngineOptions
-from torchax_serve.entrypoints.load import load_served_model
-from torchax_serve.entrypoints.recorded_model import RecordedModel, recorded_model
+from torchax_serve.entrypoints.load import load_checkpoint, load_served_model
 from torchax_serve.entrypoints.served_model import ServedModel
 from torchax_serve.parity.result import STATIC, ProbeResults, error_line
 from torchax_serve.sampling_params import SamplingParams
 from torchax_serve.start.record import start_folder
+from torchax_serve.start.stored_model import stored_model
 
 INPUTS, ANSWER = "start-inputs.pickle", "start-answer.json"
 """Files beside the model's folder: what is asked of it, and what a start has answered."""
@@ -79,12 +80,15 @@ def start(folder: Path, inputs: list[Inputs], engine: EngineOptions) -> Start:
     assert isinstance(source, ModelSource)
     folder_of = functools.partial(start_folder, arguments=_ARGUMENTS)
 
-    def load() -> ServedModel:
+    def load() -> LoadedModel:
+        return load_checkpoint(folder, None, True, dict(_ARGUMENTS))
+
+    def first() -> ServedModel:
         return load_served_model(folder, engine, None, None, True, dict(_ARGUMENTS), folder_of)
 
     record = folder_of(source)
-    recorded = None if record is None else recorded_model(source, record, engine, load, lambda: True)
-    with recorded or load() as served:
+    stored = None if record is None else stored_model(source, record, load, lambda: True)
+    with first() if stored is None else ServedModel(stored, engine) as served:
         tokens, executor = [], ""
         for one in inputs:
             found, executor = _answer(served, one)
@@ -96,7 +100,7 @@ def start(folder: Path, inputs: list[Inputs], engine: EngineOptions) -> Start:
             if thread.name in _WRITERS:
                 thread.join()
         num_traced = sum(executables.num_traces.values())
-        return Start(tokens, recorded is not None, executables.num_loaded, num_traced, executor)
+        return Start(tokens, stored is not None, executables.num_loaded, num_traced, executor)
 
 
 def _answer(served: Any, one: Inputs) -> tuple[list[int], str]:
@@ -105,7 +109,7 @@ def _answer(served: Any, one: Inputs) -> tuple[list[int], str]:
     Raises:
         RuntimeError: there are none.
     """
-    if set(one) <= {"input_ids", "attention_mask"} and not getattr(served.config, "is_encoder_decoder", False):
+    if set(one) <= {"input_ids", "attention_mask"} and not served.text_facts.has_encoder:
         params = SamplingParams(max_new_tokens=NUM_NEW, temperature=0, ignore_eos=True)
         tokens = list(served.iter_tokens(one["input_ids"][0].tolist(), params=params))
         return tokens, "per-sequence" if "not packed" in served.engine.description else "packed"
@@ -116,10 +120,9 @@ def _answer(served: Any, one: Inputs) -> tuple[list[int], str]:
     return answers[0], executor
 
 
-def _executables_of(served: Any) -> ExecutableCache:
+def _executables_of(served: ServedModel) -> ExecutableCache:
     """Returns the programs of the model that answers."""
-    if type(served) is RecordedModel:
-        found: ExecutableCache = vars(served)["_executables"]
+    if (found := served._executables) is not None:
         return found
     model = served.torch_model if served.torch_model.can_generate() else served._generator()
     executables: ExecutableCache = model._jax_runtime.steps.executables

@@ -109,6 +109,10 @@ class ModelProgram:
         # Integer tensors with one element by name, such as strides: constants in `method`.
         self.static_scalars: dict[str, int] = {}
 
+    def with_module(self) -> ModelProgram:
+        """Returns itself; of a stored model the program with the module."""
+        return self
+
     def trace_facts(self) -> dict[str, Any]:
         """Returns the facts that traces have shown about the model.
 

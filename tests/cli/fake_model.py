@@ -42,12 +42,12 @@ class FakeModel:
     name = "fake"
 
     def __init__(self, chat_template=TEMPLATE, max_position_embeddings=4096):
-        self.tokenizer = byte_tokenizer()
+        self.tokenizer = self.text_tokenizer = byte_tokenizer()
         self.tokenizer.chat_template = chat_template
         self.config = LlamaConfig(
             vocab_size=len(self.tokenizer), max_position_embeddings=max_position_embeddings, num_hidden_layers=1
         )
-        self.generation_config = GenerationConfig(eos_token_id=1, pad_token_id=0)
+        self.request_defaults = GenerationConfig(eos_token_id=1, pad_token_id=0)
         self.requests = []
         self.engine = types.SimpleNamespace(description="cache of 7 pages")
         self.load_report = types.SimpleNamespace(quantization=None)

@@ -118,7 +118,7 @@ def test_decoding_options_arrive(call):
     assert (config.do_sample, config.temperature, config.top_k, config.top_p) == (True, 0.5, 7, 0.9)
     assert (config.min_p, config.repetition_penalty, config.no_repeat_ngram_size) == (0.1, 1.5, 3)
     assert (config.max_new_tokens, config.min_new_tokens, seed) == (20, 2, 11)
-    call.model.generation_config.do_sample = True
+    call.model.request_defaults.do_sample = True
     call("Hi there", "--greedy")
     assert call.model.requests[-1][0].do_sample is False
 

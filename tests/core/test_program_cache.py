@@ -36,7 +36,7 @@ with serve(sys.argv[1]) as model:
 def kept(tmp_path, monkeypatch):
     """The folder that programs are kept in."""
     folder = tmp_path / "compiled"
-    monkeypatch.setattr("torchax_serve.entrypoints.base_model.programs_dir", lambda: folder / "programs")
+    monkeypatch.setattr("torchax_serve.entrypoints.torch_model.programs_dir", lambda: folder / "programs")
     return folder / "programs"
 
 

@@ -114,7 +114,7 @@ def test_a_warm_up_of_a_closed_engine_says_so():
 
 def test_a_second_warm_up_from_disk_traces_nothing(tmp_path, monkeypatch):
     folder = tmp_path / "programs"
-    for module in ("torchax_serve.entrypoints.base_model", "torchax_serve.sampling.sampler"):
+    for module in ("torchax_serve.entrypoints.torch_model", "torchax_serve.sampling.sampler"):
         monkeypatch.setattr(f"{module}.programs_dir", lambda: folder)
     tiny_model("llama").save_pretrained(tmp_path / "model")
 

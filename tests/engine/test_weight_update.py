@@ -14,7 +14,7 @@ from engine_models import VOCAB_SIZE, tiny_model
 
 from model_adapters.errors import InvalidArgumentError, TorchaxServeError, UnsupportedModelError
 from torchax_serve import EngineOptions, SamplingParams, serve
-from torchax_serve.entrypoints import live_weights
+from torchax_serve.runtime import new_weights
 
 OPTIONS = EngineOptions(max_model_len=96, max_num_seqs=8, page_size=8, max_num_batched_tokens=32)
 PROMPT = [int(token) for token in np.random.default_rng(0).integers(3, VOCAB_SIZE, 40)]  # five pages
@@ -287,13 +287,13 @@ def test_a_closed_model_ends_a_swap_that_waits(served, versions):
 
 def test_a_model_that_is_closed_during_a_swap_says_so(versions, monkeypatch):
     with serve(tiny_model("llama"), engine=OPTIONS) as model:
-        own = live_weights.laid_out
+        own = new_weights.laid_out
 
         def closed_meanwhile(runtime, given):
             model.close()
             return own(runtime, given)
 
-        monkeypatch.setattr(live_weights, "laid_out", closed_meanwhile)
+        monkeypatch.setattr(new_weights, "laid_out", closed_meanwhile)
         with pytest.raises(TorchaxServeError, match="expected an open model, this one is closed"):
             model.set_weights(versions[0][0])
 

@@ -151,8 +151,10 @@ def test_requests_that_need_the_pytorch_model(bundle):
             list(model.iter_tokens([5, 6], params=SamplingParams(max_new_tokens=4, num_beams=2)))
         with pytest.raises(UnsupportedModelError, match="forward"):
             model([[5, 6]])
-        with pytest.raises(AttributeError, match="no PyTorch model"):
+        with pytest.raises(UnsupportedModelError, match="needs the PyTorch model"):
             model.embed("text")
+        with pytest.raises(AttributeError, match="no PyTorch model"):
+            assert model.hidden_size
 
 
 def test_a_disk_that_is_full_at_the_start(served, bundle, tmp_path, monkeypatch):

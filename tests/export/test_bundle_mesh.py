@@ -18,7 +18,7 @@ from torchax_serve import SamplingParams, serve
 with serve(sys.argv[1]) as model:
     params = SamplingParams(max_new_tokens=int(sys.argv[3]), ignore_eos=True)
     found = [each.token_ids for each in model.generate_batch(json.loads(sys.argv[2]), params)]
-    shards = {len(array.sharding.device_set) for array in model._weights.values()}
+    shards = {len(array.sharding.device_set) for array in model.device_weights.values()}
 print(json.dumps([found, sorted(shards)]))
 """
 

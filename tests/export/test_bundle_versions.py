@@ -91,7 +91,7 @@ def test_a_new_version_is_taken_while_requests_of_the_old_one_end(folder, expect
         old = model.current
         old.engine.warm_up()
         old._executables.wait_for_writes()
-        stream = model.stream(list(PROMPTS[0]), SamplingParams(max_new_tokens=100, ignore_eos=True))
+        stream = old.stream(list(PROMPTS[0]), SamplingParams(max_new_tokens=100, ignore_eos=True))
         first = [next(stream)]
         checkpoint = with_other_weights(folder, 2)
         wait_for(lambda: model.version == 2)
@@ -101,7 +101,7 @@ def test_a_new_version_is_taken_while_requests_of_the_old_one_end(folder, expect
         rest = [*first, *stream]
         assert stream.token_ids[:NUM_TOKENS] == expected[0]
         assert len(stream.token_ids) == 100 and rest
-        assert tokens_of(model) == eager_tokens(checkpoint) != expected
+        assert tokens_of(model.current) == eager_tokens(checkpoint) != expected
         wait_for(lambda: old._is_closed)
     finally:
         model.close()
@@ -125,7 +125,7 @@ def test_a_version_that_is_damaged_or_unlike_the_old_one_is_passed_over(folder, 
         (folder / ".partial-new").rename(folder / "3")
         wait_for(lambda: "version 3" in caplog.text)
         assert "chat template" in caplog.text
-        assert (model.version, tokens_of(model)) == (1, expected)
+        assert (model.version, tokens_of(model.current)) == (1, expected)
     finally:
         model.close()
 

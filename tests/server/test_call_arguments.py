@@ -33,7 +33,7 @@ class Service:
     token_bytes = None
 
     class model:
-        generation_config = None
+        request_defaults = None
 
 
 class Numbers:

@@ -216,7 +216,7 @@ def test_an_answers_most_tokens_are_within_the_engines_integers():
 def test_texts_beyond_the_model_are_read_where_they_are_cut_up_to_the_limit_of_texts():
     service = types.SimpleNamespace(
         max_model_len=4,
-        model=types.SimpleNamespace(tokenizer=1),
+        model=types.SimpleNamespace(text_tokenizer=1),
         token_bytes=types.SimpleNamespace(max_token_chars=2),
         options=ServerOptions(request=RequestLimits(max_text_bytes=20)),
     )

@@ -13,8 +13,9 @@ from model_adapters.loading.save_quantized import save_quantized
 from torchax_serve import EngineOptions, SamplingParams
 from torchax_serve.compilation.xla_cache import enable_compile_cache
 from torchax_serve.entrypoints.load import load_served_model
-from torchax_serve.entrypoints.recorded_model import recorded_model
+from torchax_serve.entrypoints.served_model import ServedModel
 from torchax_serve.start.record import start_folder
+from torchax_serve.start.stored_model import stored_model
 
 OPTIONS = EngineOptions(max_num_seqs=2, max_model_len=128)
 PARAMS = SamplingParams(max_new_tokens=6, ignore_eos=True)
@@ -54,9 +55,9 @@ def recorded_start(path, **loading):
                 thread.join()
         model._runtimes[0].steps.executables.wait_for_writes()
     source = parse_name(path)
-    recorded = recorded_model(source, folder_of(source), OPTIONS, not_to_be_called, lambda: True)
-    assert recorded is not None
-    return recorded, expected, said
+    stored = stored_model(source, folder_of(source), not_to_be_called, lambda: True)
+    assert stored is not None
+    return ServedModel(stored, OPTIONS), expected, said
 
 
 @pytest.mark.parametrize("make", [thorough(quantized_folder), gguf_file])
@@ -66,7 +67,7 @@ def test_a_quantized_checkpoint(make, tmp_path):
         assert list(recorded.iter_tokens([5, 6, 7], params=PARAMS)) == expected
         assert recorded.load_report.quantization == quantization != ""
         for name in ("eos_token_id", "bos_token_id", "max_new_tokens", "temperature"):
-            assert getattr(recorded.generation_config, name) == generation_config.get(name)
+            assert getattr(recorded.request_defaults, name) == generation_config.get(name)
 
 
 def test_what_weights_lost_is_told_again(tmp_path, caplog):
@@ -82,4 +83,4 @@ def test_files_that_are_no_longer_the_latest_are_not_used(tmp_path):
     recorded.close()
     source = parse_name(EMBEDDED)
     folder = start_folder(source, {"quantization": "'int4'"})
-    assert recorded_model(source, folder, OPTIONS, not_to_be_called, lambda: False) is None
+    assert stored_model(source, folder, not_to_be_called, lambda: False) is None

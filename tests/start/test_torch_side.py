@@ -8,7 +8,6 @@ import jax.numpy as jnp
 from model_adapters.program.trace_context import trace_lock
 from torchax_serve.compilation.background import BackgroundCompiler, CompileTask
 from torchax_serve.compilation.executable_cache import CachedFunction, ExecutableCache
-from torchax_serve.entrypoints.recorded_model import before_trace
 from torchax_serve.start.torch_side import TorchSide
 
 
@@ -43,12 +42,12 @@ def test_a_thread_that_traces_and_one_that_loads_do_not_wait_for_each_other():
 def test_an_answer_that_is_short_does_not_load_it_in_the_background():
     side, compiler = TorchSide(lambda: "loaded"), BackgroundCompiler()
     begun = threading.Event()
-    compiler.submit(CompileTask("a program", lambda: begun.set() or before_trace(side)))
+    compiler.submit(CompileTask("a program", lambda: begun.set() or side.get_before_trace()))
     assert begun.wait(20)
     compiler.hold_tracing()  # as when the model becomes idle
     compiler.close()
     assert side.loaded is None
-    before_trace(side)  # a thread that needs the program now loads it at once
+    side.get_before_trace()  # a thread that needs the program now loads it at once
     assert side.loaded == "loaded"
 
 

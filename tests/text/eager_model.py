@@ -20,8 +20,9 @@ class EagerModel:
     name = "tiny"
 
     def __init__(self, module, tokenizer):
-        self.module, self.tokenizer, self.config = module, tokenizer, module.config
-        self.generation_config = module.generation_config
+        self.module, self.config = module, module.config
+        self.tokenizer = self.text_tokenizer = tokenizer
+        self.request_defaults = module.generation_config
         self.max_new_tokens_seen = []
         self.num_decoded = 0
         self.closed = False

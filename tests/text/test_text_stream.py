@@ -77,8 +77,8 @@ def test_stop_strings_of_the_generation_config_are_honoured():
     model = eager_model()
     text = "".join(stream(model, "Once", SamplingParams(max_new_tokens=30)))
     params = SamplingParams(max_new_tokens=30)
-    model.generation_config = params.to_generation_config(model.generation_config)
-    model.generation_config.stop_strings = text[5:8]
+    model.request_defaults = params.to_generation_config(model.request_defaults)
+    model.request_defaults.stop_strings = text[5:8]
     assert "".join(stream(model, "Once", params)) == text[: text.index(text[5:8])]
 
 
@@ -198,6 +198,6 @@ def test_other_refused_arguments():
         stream(model, "Once", SamplingParams(n=2, temperature=1.0))
     with pytest.raises(InvalidArgumentError, match="params: expected SamplingParams"):
         stream(model, "Once", {"temperature": 1.0})
-    model.tokenizer = None
+    model.text_tokenizer = None
     with pytest.raises(InvalidArgumentError, match="tiny has no tokenizer"):
         stream(model, "Once")

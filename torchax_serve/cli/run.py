@@ -150,7 +150,7 @@ def _conversation(model: Any, params: SamplingParams, options: RunOptions) -> Co
             f"torchax-serve embed {model.name} TEXT"
         )
     is_raw = options.raw
-    if not is_raw and model.tokenizer is not None and not has_chat_template(model):
+    if not is_raw and model.text_tokenizer is not None and not has_chat_template(model):
         print_note(f"{model.name} has no chat template: it continues your text (--raw, without this note)")
         is_raw = True
     conversation = Conversation(model, params, raw=is_raw)

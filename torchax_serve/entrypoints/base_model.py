@@ -7,40 +7,42 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
+import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
 import jax
 import numpy as np
-import torch
-from transformers import PreTrainedTokenizerBase
 
 from model_adapters.errors import CheckpointError, TorchaxServeError, UnsupportedModelError
-from model_adapters.loading import LoadedModel
 from model_adapters.loading.modules_json import modules_root
+from model_adapters.ops.compressed_weight import Weight
 from torchax_serve.compilation.executable_cache import ExecutableCache
-from torchax_serve.compilation.program_signature import model_identity
-from torchax_serve.compilation.xla_cache import programs_dir
-from torchax_serve.distributed.hosts.leader import Leader
-from torchax_serve.engine.replica_runtimes import split_runtimes
-from torchax_serve.entrypoints.exportable_model import ExportableModel
+from torchax_serve.engine.options import EngineOptions
 from torchax_serve.entrypoints.retrieval_methods import RetrievesTexts
-from torchax_serve.generation.jax_forward import following
-from torchax_serve.generation.jax_model import run_on_jax
-from torchax_serve.pooling.logit_score import LogitScoreRule, has_logit_score, logit_score_rule, score_pairs
 from torchax_serve.pooling.queue import PoolingQueue
-from torchax_serve.runtime.call_arguments import check_surroundings
-from torchax_serve.runtime.model_runtime import ModelRuntime
+from torchax_serve.start.stored_model import StoredModel
+from torchax_serve.start.torch_side import TorchSide
 from torchax_serve.text.prompt import TextFacts, TextModel
 from torchax_serve.validation.owner_process import OwnerProcess
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # they import torch, which a stored model needs not
+    import torch
+    from transformers import PreTrainedTokenizerBase
+
+    from model_adapters.loading import LoadedModel
+    from torchax_serve.distributed.hosts.leader import Leader
+    from torchax_serve.entrypoints.torch_model import TorchModel
     from torchax_serve.pooling.classification import TextHead
     from torchax_serve.pooling.embedding import Embedder
     from torchax_serve.profiling import ProfileSession
+    from torchax_serve.runtime.model_runtime import ModelRuntime
+
+logger = logging.getLogger("torchax_serve")
 
 
 class MissingAttributeError(TorchaxServeError, AttributeError):
@@ -50,52 +52,93 @@ class MissingAttributeError(TorchaxServeError, AttributeError):
     """
 
 
-class BaseModel(RetrievesTexts, ExportableModel):
+class BaseModel(RetrievesTexts):
     """A model that runs on JAX. A context manager: leaving it frees the weights.
+
+    It is made of a loaded checkpoint, or of what is stored of one: a description, weights, programs and a tokenizer.
+    The torch module of a stored model is loaded when something needs it, such as `torch_model`.
 
     Attributes:
         name: The name by which the model was loaded.
         class_name: Class of the transformers model.
-        dtype: The weights' dtype.
-        dtype_name: Its name, such as ``bfloat16``.
+        model_type: The model's type in transformers.
+        dtype_name: Name of the weights' dtype, such as ``bfloat16``.
+        has_stored_programs: Whether it was made of what is stored, programs included.
         load_report: Tensors that the checkpoint lacks, or has and the model does not use.
-        recorded_executables: Programs of an engine that a `RecordedModel` has begun; None if there is none.
         embeds: Whether it has embeddings of texts.
         embeds_by_files: Whether the checkpoint's files say how tokens become one (``modules.json``).
         scores_by_logits: Whether they say by which tokens' logits it scores pairs (LogitScore).
     """
 
     embeds = True
+    embeds_by_files = scores_by_logits = False
 
-    def __init__(self, loaded: LoadedModel, leader: Leader | None = None) -> None:
-        self._leader = leader
-        self._process = OwnerProcess()
-        self.recorded_executables: ExecutableCache | None = None  # of an engine that a start record has begun
+    def __init__(self, model: LoadedModel | StoredModel, leader: Leader | None = None) -> None:
+        self._leader, self._process, self._is_open = leader, OwnerProcess(), True
         self._pooling_queue = PoolingQueue()  # of texts to embed, label or score
-        self._loaded: LoadedModel | None = loaded
-        self.name = loaded.source.name
-        self._config = loaded.config
         self._text_facts: TextFacts | None = None
-        self._tokenizer: PreTrainedTokenizerBase | None = None  # once it was asked for
-        self.class_name = type(loaded.module).__name__
-        self.dtype: torch.dtype = loaded.module.dtype
-        self.dtype_name = str(self.dtype).removeprefix("torch.")
-        self.load_report = loaded.report
-        self.scores_by_logits = loaded.module.can_generate() and _scores_by_logits(loaded)
-        self.embeds_by_files = _has_modules(loaded) and not self.scores_by_logits
-        if loaded.sharding is None:
-            self._runtimes = [ModelRuntime(loaded.module, loaded.weights, programs_of(loaded))]
-        else:
-            self._runtimes = split_runtimes(loaded.module, loaded.weights, loaded.sharding, leader)
-        self._module: Any = run_on_jax(loaded.module, self._runtimes[0])
-        self.runtime.watch.is_held = loaded.source.kind == "object"
+        self._tokenizer: Any = None  # of a stored model
+        self._stored = model if isinstance(model, StoredModel) else None
+        self.has_stored_programs = self._stored is not None
+        self._executables: ExecutableCache | None = None  # of an engine on stored programs
+        self.load_report = model.report
+        if isinstance(model, StoredModel):
+            self.name = model.name
+            self.class_name, self.model_type, self.dtype_name = model.record.described
+            self._side = TorchSide(self._load_torch_model)
+            self._tokenizer = model.tokenizer(self._side)
+            if model.record.requantized:
+                logger.warning("%s: %s", self.name, model.record.requantized)
+            return
+        self.name, self.model_type = model.source.name, str(model.config.model_type)
+        self.dtype_name = str(model.module.dtype).removeprefix("torch.")
+        self.scores_by_logits = model.module.can_generate() and _scores_by_logits(model)
+        self.embeds_by_files = _has_modules(model) and not self.scores_by_logits
+        self.class_name = type(model.module).__name__
+        self._side = TorchSide(self._load_torch_model, self._torch_model_of(model))
+
+    def _torch_model_of(self, loaded: LoadedModel) -> TorchModel:
+        from torchax_serve.entrypoints.torch_model import TorchModel
+
+        return TorchModel(loaded, self._leader)
+
+    def _load_torch_model(self) -> TorchModel:
+        """Loads the torch module of a stored model; the arrays are those that are there already.
+
+        Raises:
+            TorchaxServeError: the files have changed since, or the model was closed.
+        """
+        self._check_open()
+        assert self._stored is not None
+        # transformers replaces its module at the end of its import: names cannot be imported from the one that another
+        # thread is importing, such as the one that compiles. This waits for it.
+        importlib.import_module("transformers")
+        found = self._torch_model_of(self._stored.load())
+        found.runtimes[0].weights.update(self._stored.weights)
+        return found
+
+    @property
+    def _loaded(self) -> LoadedModel:
+        return self._side.get().loaded
+
+    @property
+    def _runtimes(self) -> list[ModelRuntime]:
+        return self._side.get().runtimes
+
+    @property
+    def _module(self) -> Any:
+        return self._side.get().module
+
+    @property
+    def _config(self) -> Any:
+        return self._side.get().loaded.config
 
     def __repr__(self) -> str:
         known = vars(self)
         if "dtype_name" not in known:
             return f"<{type(self).__name__}, not loaded>"
-        state = "closed" if self._loaded is None else f"on {self.device_description}"
-        return f"<{type(self).__name__} {self.name!r}: {self._config.model_type}, {self.dtype_name}, {state}>"
+        state = f"on {self.device_description}" if self._is_open else "closed"
+        return f"<{type(self).__name__} {self.name!r}: {self.model_type}, {self.dtype_name}, {state}>"
 
     def __enter__(self) -> Self:
         return self
@@ -107,16 +150,14 @@ class BaseModel(RetrievesTexts, ExportableModel):
 
     def close(self) -> None:
         """Frees the weights. Closing twice does nothing; any other call afterwards raises."""
-        self._loaded = None
-        if "_pooling_queue" in vars(self):  # a model that could not be made has none
-            self._pooling_queue.close("the model was closed")
+        self._is_open = False
+        self._pooling_queue.close("the model was closed")
         if self._leader is not None:
             self._leader.close()
-        if "_module" in vars(self):
-            for runtime in self._runtimes:
-                runtime.steps.executables.close()
-                runtime.weights.clear()
-            del self._module
+        torch_model, self._side.loaded = self._side.loaded, None
+        for held in (torch_model, self._stored):
+            if held is not None:
+                held.close()
 
     @property
     def torch_model(self) -> Any:
@@ -135,6 +176,20 @@ class BaseModel(RetrievesTexts, ExportableModel):
         return self._config
 
     @property
+    def dtype(self) -> torch.dtype:
+        """The weights' dtype."""
+        import torch
+
+        return getattr(torch, self.dtype_name)
+
+    @property
+    def device_weights(self) -> Mapping[str, Weight]:
+        """The weights on the devices of the first replica, by name."""
+        if self._side.loaded is not None:
+            return self._runtimes[0].weights
+        return {} if self._stored is None else self._stored.weights
+
+    @property
     def runtime(self) -> ModelRuntime:
         """Runtime of the model, or of its first replica."""
         return self._runtimes[0]
@@ -142,10 +197,14 @@ class BaseModel(RetrievesTexts, ExportableModel):
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase | None:
         """The model's tokenizer, or None if it came without one."""
-        loaded = self._loaded_or_raise()
-        if self._tokenizer is None:
-            self._tokenizer = loaded.tokenizer()
-        return self._tokenizer
+        self._check_open()
+        return self._side.get().tokenizer
+
+    @property
+    def text_tokenizer(self) -> Any:
+        """The same for requests of text, which need no more of it than was recorded."""
+        self._check_open()
+        return self._tokenizer if self._side.loaded is None else self._side.loaded.tokenizer
 
     @property
     def text_facts(self) -> TextFacts:
@@ -153,18 +212,22 @@ class BaseModel(RetrievesTexts, ExportableModel):
 
         It is read again for each request once code outside may have changed the configuration.
         """
-        if self._text_facts is None or self.runtime.watch.is_held:
-            self._text_facts = TextFacts.of(self.name, self._config)
+        side = self._side.loaded
+        if self._text_facts is None or (side is not None and side.watch.is_held):
+            config = self._stored.config if side is None and self._stored is not None else self._config
+            self._text_facts = TextFacts.of(self.name, config)
         return self._text_facts
 
     def _processor(self) -> Any:
         """Returns the checkpoint's processor of images or audio; None if it came without one."""
-        return self._loaded_or_raise().processor()
+        return None if self._stored is not None else self._loaded_or_raise().processor()
 
     @property
     def device_description(self) -> str:
         """Kind and number of the devices, such as ``cpu`` or ``TPU v6 lite x 8``."""
-        sharding = None if self._loaded is None else self._loaded.sharding
+        if self._stored is not None:
+            return jax.devices()[0].device_kind
+        sharding = self._loaded.sharding if self._is_open else None
         devices = jax.devices() if sharding is None else list(sharding.mesh.devices.flat)
         kind = devices[0].device_kind
         return kind if len(devices) == 1 else f"{kind} x {len(devices)}"
@@ -179,6 +242,8 @@ class BaseModel(RetrievesTexts, ExportableModel):
         return (any_embedder if chooses else own_embedder)(self._followed(), self._runtimes[0])
 
     def _scores_of_pairs(self, pairs: Sequence[tuple[str, str]], truncate: bool | int | None) -> np.ndarray:
+        from torchax_serve.pooling.logit_score import LogitScoreRule, logit_score_rule, score_pairs
+
         if not self.scores_by_logits:
             return super()._scores_of_pairs(pairs, truncate)
         loaded = self._followed()
@@ -193,7 +258,7 @@ class BaseModel(RetrievesTexts, ExportableModel):
 
     @property
     def _is_closed(self) -> bool:
-        return self._loaded is None
+        return not self._is_open
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the model's forward, with torch tensors in and out."""
@@ -222,13 +287,57 @@ class BaseModel(RetrievesTexts, ExportableModel):
         from torchax_serve.profiling import ProfileSession
 
         self._loaded_or_raise()
-        caches = [runtime.steps.executables for runtime in self._runtimes]
-        if (head := vars(self).get("_generates_with_head")) is not None:  # of a `ServedModel`
-            caches.append(head._jax_runtime.steps.executables)
-        if self.recorded_executables is not None:
-            caches.append(self.recorded_executables)
+        caches = self._side.get().executables
+        if self._executables is not None:
+            caches.append(self._executables)
         path = None if folder is None else Path(folder)
         return ProfileSession(caches, self._module, self._runtimes[0].weights, path)
+
+    def export(
+        self,
+        out: str | os.PathLike[str],
+        *,
+        platforms: Sequence[str] = ("cpu",),
+        engine: EngineOptions | None = None,
+        weights: Literal["safetensors", "orbax"] = "safetensors",
+        native: bool = True,
+        reference: bool = True,
+        advance: Callable[[int], object] = lambda number: None,
+    ) -> Path:
+        """Writes programs, weights and tokenizer as a bundle that runs without torch.
+
+        Returns the version's folder.
+
+        Args:
+            out: folder of the bundle, new or with other versions.
+            platforms: platforms of the programs: ``cpu``, ``tpu:v6e``, ``cuda:h100``; their devices need not be here.
+            engine: sizes of the engine, which its programs have; None: those that the model was served with.
+            weights: format of the weights; safetensors are mapped.
+            native: let programs for a CPU call the C++ kernels.
+            reference: write programs for a CPU without kernels as well, for processors without a compiler.
+            advance: called with the number of programs written since the last call.
+
+        Raises:
+            UnsupportedModelError: requests of the model need more than a bundle has.
+            InvalidArgumentError: options that do not fit the model; a folder with something else in it.
+            TorchaxServeError: the disk is full, or a package is missing.
+        """
+        from torchax_serve.export.writer import ExportRequest, export_model
+
+        if len(self._runtimes) > 1:
+            raise UnsupportedModelError(
+                "export: expected one replica, got several on the axis data; serve the model without it"
+            )
+        if self._runtimes[0].lora is not None:
+            raise UnsupportedModelError(
+                "export: expected a model without adapters of requests, which a bundle has not; serve it without "
+                "adapters=, or with adapter= to merge one"
+            )
+        options = engine or vars(self).get("_engine_options") or EngineOptions()
+        request = ExportRequest(
+            platforms=platforms, engine=options, weights=weights, native=native, reference=reference, advance=advance
+        )
+        return export_model(self._followed(), self._runtimes[0], Path(out), request).folder
 
     def refresh(self) -> None:
         """Makes programs and arrays again from `torch_model`, for changes that no call detects."""
@@ -256,8 +365,8 @@ class BaseModel(RetrievesTexts, ExportableModel):
             self.tokenizer.save_pretrained(save_directory)
 
     def __getattr__(self, name: str) -> Any:
-        model = vars(self).get("_module")
-        if model is not None and not name.startswith("_") and hasattr(model, name):
+        side = vars(self).get("_side")
+        if side is not None and not name.startswith("_") and (side.loaded is None or hasattr(side.loaded.module, name)):
             raise MissingAttributeError(
                 f"a {type(self).__name__} has no attribute {name}; the transformers model is its torch_model: "
                 f"pass model.torch_model, or read model.torch_model.{name}"
@@ -267,20 +376,22 @@ class BaseModel(RetrievesTexts, ExportableModel):
     def _followed(self) -> LoadedModel:
         """Applies changes on `torch_model`, then returns as `_loaded_or_raise`."""
         loaded = self._loaded_or_raise()
-        if not self.runtime.watch.may_have_changed():
-            check_surroundings()
-            return loaded
-        with following(self.runtime):
-            return loaded
+        self._side.get().follow()
+        return loaded
 
     def _loaded_or_raise(self) -> LoadedModel:
-        self._process.check("a model")
-        if self._loaded is None:
-            raise TorchaxServeError("expected an open model, this one is closed; call serve() again")
+        self._check_open()
         return self._loaded
+
+    def _check_open(self) -> None:
+        self._process.check("a model")
+        if not self._is_open:
+            raise TorchaxServeError("expected an open model, this one is closed; call serve() again")
 
 
 def _scores_by_logits(loaded: LoadedModel) -> bool:
+    from torchax_serve.pooling.logit_score import has_logit_score
+
     with contextlib.suppress(CheckpointError):  # which `embed` raises
         return has_logit_score(loaded.files_folder)
     return False
@@ -290,15 +401,3 @@ def _has_modules(loaded: LoadedModel) -> bool:
     with contextlib.suppress(CheckpointError):  # which `embed` raises
         return loaded.files_folder is not None and modules_root(loaded.files_folder) is not None
     return False
-
-
-def programs_of(loaded: LoadedModel) -> ExecutableCache:
-    """Returns the cache of the model's programs.
-
-    It is on disk; in memory for an object, whose code may have changed.
-    """
-    folder = programs_dir()
-    if folder is None or loaded.source.kind == "object":
-        return ExecutableCache()
-    config_json = loaded.config.to_json_string(use_diff=False)
-    return ExecutableCache(folder, model_identity(type(loaded.module), config_json, loaded.weights))

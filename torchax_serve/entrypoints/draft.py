@@ -14,11 +14,11 @@ from model_adapters.draft_heads.loaded_head import LoadedHead
 from model_adapters.errors import CheckpointError, InvalidArgumentError, ModelNotFoundError
 from model_adapters.loading import LoadedModel, load_model
 from model_adapters.loading.compress_weights import prepare_weights
+from model_adapters.loading.load_report import some
 from model_adapters.loading.model_source import resolve
-from model_adapters.loading.tensor_match import some
 from torchax_serve.engine.options import EngineOptions
 from torchax_serve.engine.replica_runtimes import split_runtimes
-from torchax_serve.entrypoints.base_model import programs_of
+from torchax_serve.entrypoints.torch_model import programs_of
 from torchax_serve.executors.speculation.loaded_draft import LoadedDraft
 from torchax_serve.runtime.model_runtime import ModelRuntime
 from torchax_serve.scheduler import SpeculativeConfig

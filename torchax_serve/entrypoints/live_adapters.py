@@ -5,15 +5,15 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from model_adapters.errors import UnsupportedModelError
-from model_adapters.loading import LoadedModel
-from model_adapters.lora.adapter_files import AdapterFiles, read_adapter
-from model_adapters.lora.stacks import LoraStacks, targets_of
-from torchax_serve.distributed.hosts.leader import Leader
 from torchax_serve.engine.adapters import DEFAULT_LORA_RANK, AdapterOptions, Adapters
 from torchax_serve.engine.weight_update import engines_in
 from torchax_serve.entrypoints.live_weights import LiveWeights
+
+if TYPE_CHECKING:
+    from model_adapters.lora.adapter_files import AdapterFiles
 
 REMEDY = "merge it with peft's merge_and_unload, and serve the result"
 
@@ -22,17 +22,7 @@ class LiveAdapters(LiveWeights):
     """Methods of a `ServedModel` that change the adapters which requests can name."""
 
     _adapters: Adapters | None = None
-
-    def __init__(self, loaded: LoadedModel, leader: Leader | None = None) -> None:
-        self._adapter_lock = threading.Lock()  # of calls that load adapters
-        super().__init__(loaded, leader)
-
-    def close(self) -> None:
-        """Frees the adapters and the weights."""
-        super().close()
-        for runtime in vars(self).get("_runtimes", ()):
-            if runtime.lora is not None:
-                runtime.lora.close()
+    _adapter_lock: threading.Lock  # of calls that load adapters
 
     @property
     def adapters(self) -> dict[str, str]:
@@ -62,6 +52,8 @@ class LiveAdapters(LiveWeights):
             CheckpointError: its files are not readable.
             UnsupportedModelError: an adapter of a kind that requests cannot have, or a model without adapters.
         """
+        from model_adapters.lora.adapter_files import read_adapter
+
         adapters = self._adapters_or_raise("load_adapter")
         adapters.free_index(name)  # before the files are read
         self._load(adapters, name, read_adapter(path, REMEDY))
@@ -118,6 +110,9 @@ def enable_adapters(model: LiveAdapters, options: AdapterOptions) -> None:
         UnsupportedModelError: a model whose requests cannot have adapters.
         TorchaxServeError: as of `LiveAdapters.load_adapter`.
     """
+    from model_adapters.lora.adapter_files import read_adapter
+    from model_adapters.lora.stacks import LoraStacks, targets_of
+
     program = model._runtimes[0].program
     if model._leader is not None or program.names.has_encoder or not program.module.can_generate():
         kind = "on several hosts" if model._leader is not None else "an encoder-decoder, or without a head"

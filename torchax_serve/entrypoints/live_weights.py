@@ -9,13 +9,10 @@ from typing import Any, Literal
 import jax
 
 from model_adapters.errors import InvalidArgumentError, UnsupportedModelError
-from model_adapters.loading import LoadedModel
-from torchax_serve.distributed.hosts.leader import Leader
 from torchax_serve.engine.engine import Engine
 from torchax_serve.engine.options import EngineOptions
 from torchax_serve.engine.weight_update import between_steps, engines_in, exchange, sleep, wake
 from torchax_serve.entrypoints.base_model import BaseModel
-from torchax_serve.runtime.new_weights import checked_weights, laid_out, write_into_module
 
 
 class LiveWeights(BaseModel):
@@ -25,11 +22,8 @@ class LiveWeights(BaseModel):
     _engine: Any
     _single_engine: Engine | None
     _engine_lock: threading.RLock
-    _engine_weights: dict[str, Any] | None = None  # of an engine that was there before the model
-
-    def __init__(self, loaded: LoadedModel, leader: Leader | None = None) -> None:
-        self._update_lock = threading.Lock()  # of calls that exchange weights
-        super().__init__(loaded, leader)
+    _update_lock: threading.Lock  # of calls that exchange weights
+    _engine_weights: dict[str, Any] | None = None  # of an engine on stored programs
 
     @property
     def weights_version(self) -> int:
@@ -70,6 +64,8 @@ class LiveWeights(BaseModel):
                 raise
 
     def _set_weights(self, weights: Mapping[str, Any], when: str, *, partial: bool) -> int:
+        from torchax_serve.runtime.new_weights import checked_weights, laid_out, write_into_module
+
         if when not in ("idle", "now"):
             raise InvalidArgumentError(f"when: expected 'idle' or 'now', got {when!r}")
         self._check_exchangeable()

@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 from transformers import PreTrainedModel
 
 from model_adapters.errors import InvalidArgumentError, UnsupportedModelError
-from model_adapters.loading import load_model
+from model_adapters.loading import LoadedModel, load_model
 from model_adapters.loading.compress_weights import prepare_weights
 from model_adapters.loading.model_source import ModelSource
 from model_adapters.lora.merge import merge_adapter
@@ -49,7 +49,7 @@ def load_served_model(
     tensor_parallel: int | None,
     pack_weights: bool,
     loading: dict[str, Any],
-    start_folder_of: Callable[[ModelSource], StartFolder | None] = lambda source: None,
+    start_folder_of: Callable[[ModelSource], StartFolder | None] | None = None,
     adapter: str | os.PathLike[str] | None = None,
     adapters: AdapterOptions | None = None,
 ) -> ServedModel:
@@ -61,12 +61,7 @@ def load_served_model(
         loading: Arguments of `load_model` by name.
         start_folder_of: Returns where the record of this start is written; None: nowhere.
     """
-    log_newer_releases()
-    loaded = load_model(model, mesh=mesh_for(mesh, tensor_parallel), **loading)
-    if adapter is not None:
-        merge_adapter(loaded, adapter)
-    if pack_weights:
-        prepare_weights(loaded)
+    loaded = load_checkpoint(model, mesh_for(mesh, tensor_parallel), pack_weights, loading, adapter)
     engine = with_draft_model(engine, loaded, loading, pack_weights)
     served = model_class_for(loaded.module)(loaded, engine)
     if adapters is not None:
@@ -75,10 +70,27 @@ def load_served_model(
         except BaseException:
             served.close()
             raise
-    folder = start_folder_of(loaded.source)
+    folder = None if start_folder_of is None else start_folder_of(loaded.source)
     if folder is not None and type(served) is ServedModel:
         record_start(served, folder)
     return served
+
+
+def load_checkpoint(
+    model: str | os.PathLike[str] | PreTrainedModel | None,
+    mesh: Mesh | None,
+    pack_weights: bool,
+    loading: dict[str, Any],
+    adapter: str | os.PathLike[str] | None = None,
+) -> LoadedModel:
+    """Returns the torch module and the weights of a model; arguments as of `load_served_model`."""
+    log_newer_releases()
+    loaded = load_model(model, mesh=mesh, **loading)
+    if adapter is not None:
+        merge_adapter(loaded, adapter)
+    if pack_weights:
+        prepare_weights(loaded)
+    return loaded
 
 
 def _enable_adapters(served: BaseModel, options: AdapterOptions) -> None:

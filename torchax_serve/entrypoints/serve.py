@@ -22,8 +22,9 @@ from torchax_serve.compilation.xla_cache import enable_compile_cache, programs_d
 from torchax_serve.distributed import pathways
 from torchax_serve.engine.adapters import AdapterOptions
 from torchax_serve.engine.options import EngineOptions
-from torchax_serve.entrypoints.recorded_model import recorded_model
+from torchax_serve.entrypoints.served_model import ServedModel
 from torchax_serve.start.record import start_folder
+from torchax_serve.start.stored_model import stored_model
 from torchax_serve.validation.argument_hints import refuses_unknown
 from torchax_serve.validation.library_objects import (
     is_cached_pipeline,
@@ -36,9 +37,8 @@ if TYPE_CHECKING:
     import torch
     from diffusers import DiffusionPipeline
 
-    from model_adapters.loading import Progress
+    from model_adapters.loading import LoadedModel, Progress
     from torchax_serve.distributed.hosts.options import Hosts
-    from torchax_serve.entrypoints.served_model import ServedModel
 
 
 @refuses_unknown
@@ -204,12 +204,12 @@ def _recorded_or_loaded(arguments: dict[str, Any]) -> ServedModel:
         return _bundle_model(bundle, arguments)
     decisive = _decisive(arguments)
 
-    def load(**changed: Any) -> ServedModel:
+    def load() -> ServedModel:
         from torchax_serve.entrypoints.load import load_served_model
 
         others = {name: arguments[name] for name in _OTHERS}
         others["adapters"] = AdapterOptions.given(**{name: arguments[name] for name in _ADAPTERS})
-        loading = {name: arguments[name] for name in _LOADING} | changed
+        loading = {name: arguments[name] for name in _LOADING}
         return load_served_model(
             **others, loading=loading, start_folder_of=functools.partial(start_folder, arguments=decisive)
         )
@@ -220,11 +220,18 @@ def _recorded_or_loaded(arguments: dict[str, Any]) -> ServedModel:
     if source is not None and (folder := start_folder(source, decisive)) is not None:
         # The module has to be that of the record, whatever its branch of the hub has become by then.
         pinned = {} if source.hub_id is None else {"revision": source.revision, "local_files_only": True}
-        load_torch_side = functools.partial(load, **pinned)
-        recorded = recorded_model(source, folder, arguments["engine"], load_torch_side, is_latest)
-        if recorded is not None:
-            return cast("ServedModel", recorded)
+        stored = stored_model(source, folder, functools.partial(_load_checkpoint, arguments, pinned), is_latest)
+        if stored is not None:
+            return ServedModel(stored, arguments["engine"])
     return load()
+
+
+def _load_checkpoint(arguments: Mapping[str, Any], pinned: Mapping[str, Any]) -> LoadedModel:
+    """Returns the torch module and the weights of a model that was made of a start record."""
+    from torchax_serve.entrypoints.load import load_checkpoint
+
+    loading = {**{name: arguments[name] for name in _LOADING}, **pinned}
+    return load_checkpoint(arguments["model"], None, arguments["pack_weights"], loading)
 
 
 def _is_pipeline(arguments: Mapping[str, Any]) -> bool:

@@ -6,11 +6,9 @@ import dataclasses
 import functools
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
-import torch
-from transformers import GenerationConfig, GenerationMixin
 
 from model_adapters.errors import (
     InvalidArgumentError,
@@ -19,42 +17,30 @@ from model_adapters.errors import (
     UnsupportedModelError,
 )
 from model_adapters.jax_settings import programs_run
-from model_adapters.loading import LoadedModel
-from model_adapters.loading.generative_class import with_head
-from model_adapters.ops.compressed_weight import Weight
-from torchax_serve.distributed.hosts.leader import Leader
 from torchax_serve.engine.data_parallel import DataParallelEngines
 from torchax_serve.engine.engine import Engine
 from torchax_serve.engine.factory import build_engine, build_single_engine, no_engine
 from torchax_serve.engine.options import EngineOptions
 from torchax_serve.engine.request_handle import RequestHandle, TokenStream
-from torchax_serve.entrypoints.base_model import programs_of
 from torchax_serve.entrypoints.live_adapters import LiveAdapters
-from torchax_serve.generation.engine_rows import EngineRows, engine_request_for, prompt_call
-from torchax_serve.generation.jax_model import run_on_jax
-from torchax_serve.generation.media_requests import media_request
-from torchax_serve.generation.routing import (
-    EngineFacts,
-    ModelCapabilities,
-    Path,
-    Route,
-    engine_unsupported_reason,
-    route,
-)
-from torchax_serve.generation.single_request import single_request
-from torchax_serve.multimodal.placeholders import check_has_media, placeholder_ids
 from torchax_serve.outputs import Completion, EngineStats
-from torchax_serve.pooling.logit_score import label_logprobs
-from torchax_serve.runtime.model_generate import overrides_generate
-from torchax_serve.runtime.model_runtime import ModelRuntime
 from torchax_serve.sampling.token_masks import TokenMasks
 from torchax_serve.sampling_params import SamplingParams
 from torchax_serve.scheduler import Request
 from torchax_serve.start.record import StartFolder
-from torchax_serve.start.recording import record_in_background
+from torchax_serve.start.recorded_objects import GenerationValues
+from torchax_serve.start.stored_model import StoredModel
 from torchax_serve.text import TextStream, chat, generate_batch, stream
 from torchax_serve.text.call_hints import refuses_unknown_options
 from torchax_serve.text.prompt import encode_prompt, tokens_request
+
+if TYPE_CHECKING:  # they import torch, which a stored model needs not
+    import torch
+    from transformers import GenerationConfig
+
+    from model_adapters.loading import LoadedModel
+    from torchax_serve.distributed.hosts.leader import Leader
+    from torchax_serve.entrypoints.torch_model import TorchModel
 
 
 class ServedModel(LiveAdapters):
@@ -70,23 +56,33 @@ class ServedModel(LiveAdapters):
     writes_text, transcribes = True, False
 
     def __init__(
-        self, loaded: LoadedModel, engine_options: EngineOptions | None = None, leader: Leader | None = None
+        self,
+        model: LoadedModel | StoredModel,
+        engine_options: EngineOptions | None = None,
+        leader: Leader | None = None,
     ) -> None:
         self._engine_options = engine_options
         self._engine: Engine | DataParallelEngines | UnsupportedModelError | None = None  # made at the first request
         # A signal handler may ask for the engine while the code that it interrupts has the lock.
         self._engine_lock = threading.RLock()
+        self._update_lock, self._adapter_lock = threading.Lock(), threading.Lock()
         self._single_engine: Engine | None = None  # made at its first request
         self._is_building = False
         self._engine_changes = 0
         self._start_folder: StartFolder | None = None  # where the record of this start is to be written
-        super().__init__(loaded, leader)
-        self._has_encoder = self.runtime.program.names.has_encoder
-        self._placeholder_ids = placeholder_ids(self._config)
-        if overrides_generate(self._module) or (self.transcribes and self._config.is_encoder_decoder):
-            vars(self._module)["_engine_rows"] = EngineRows(
-                self._module, lambda: self.engine, lambda: self.single_engine
-            )
+        super().__init__(model, leader)
+
+    def _torch_model_of(self, loaded: LoadedModel) -> TorchModel:
+        from transformers import GenerationMixin
+
+        from torchax_serve.runtime.model_generate import overrides_generate
+
+        # What help and completion show of `generate`, which is transformers' own.
+        functools.update_wrapper(ServedModel.generate, GenerationMixin.generate)
+        found = super()._torch_model_of(loaded)
+        if overrides_generate(found.module) or (self.transcribes and loaded.config.is_encoder_decoder):
+            found.run_rows_on(lambda: self.engine, lambda: self.single_engine)
+        return found
 
     def __repr__(self) -> str:
         described, engine = super().__repr__(), vars(self).get("_engine")
@@ -101,9 +97,7 @@ class ServedModel(LiveAdapters):
         """
         if not self._process.is_current:
             return  # a forked child: engine and weights are the parent's
-        self._loaded = None
-        if (head := vars(self).pop("_generates_with_head", None)) is not None:
-            head._jax_runtime.weights.clear()
+        self._is_open = False
         with self._engine_lock:
             self._close_engines("the model was closed")
         super().close()
@@ -117,22 +111,27 @@ class ServedModel(LiveAdapters):
         Raises:
             UnsupportedModelError: requests of this model cannot be batched; `generate` and `iter_tokens` still work.
         """
-        self._followed()
+        self._check_open()
+        if self._side.loaded is not None:
+            self._side.loaded.follow()
         with self._engine_lock:
-            if isinstance(self._engine, UnsupportedModelError) and self._engine_changes != _num_changes(self._runtimes):
+            if isinstance(self._engine, UnsupportedModelError) and self._engine_changes != self._num_changes:
                 self._engine = None
             if self._engine is None:
-                self._engine_changes = _num_changes(self._runtimes)
+                self._engine_changes = self._num_changes
                 self._engine = self._engine_or_reason()
             if isinstance(self._engine, UnsupportedModelError):
                 raise self._engine
-            if self._engine_changes != _num_changes(self._runtimes):
-                what = next((r.last_change for r in self._runtimes if r.last_change), "the model")
+            if self._engine_changes != self._num_changes:
                 raise TorchaxServeError(
-                    f"{what} has changed since the engine was made, which has results of the model before that; call "
-                    "model.refresh(), which ends requests that run, and send this one again"
+                    f"{self._side.get().last_change} has changed since the engine was made, which has results of the "
+                    "model before that; call model.refresh(), which ends requests that run, and send this one again"
                 )
             return self._engine
+
+    @property
+    def _num_changes(self) -> int:
+        return 0 if self._side.loaded is None else self._side.loaded.num_changes
 
     @property
     def single_engine(self) -> Engine:
@@ -168,15 +167,33 @@ class ServedModel(LiveAdapters):
         super().refresh()
 
     def _build_engine(self) -> Engine | DataParallelEngines:
-        model = self._generator()
-        if (reason := engine_unsupported_reason(ModelCapabilities.of(model._jax_runtime))) is not None:
+        if self._stored is not None and self._side.loaded is None:
+            return self._engine_on_stored(self._stored)
+        torch_model: TorchModel = self._side.get()
+        if (reason := torch_model.no_engine_reason()) is not None:
             raise no_engine(reason, self._engine_options)
-        if len(self._runtimes) > 1:
-            return DataParallelEngines(self._runtimes, self._engine_options, self._adapters)
+        if len(torch_model.runtimes) > 1:
+            return DataParallelEngines(torch_model.runtimes, self._engine_options, self._adapters)
+        model = torch_model.generator
         engine = build_engine(model._jax_runtime, self._engine_options, adapters=self._adapters)
         folder, self._start_folder = self._start_folder, None
-        if folder is not None and model is self._module:
-            record_in_background(folder, self._loaded_or_raise(), model._jax_runtime)
+        if folder is not None and model is torch_model.module:
+            from torchax_serve.start.recording import record_in_background
+
+            record_in_background(folder, torch_model.loaded, model._jax_runtime)
+        return engine
+
+    def _engine_on_stored(self, stored: StoredModel) -> Engine | DataParallelEngines:
+        """Returns the engine on stored programs; what they lack loads the torch module."""
+        self._executables = stored.executables(self._side.get_before_trace)
+        runtimes: list[Any] = stored.runtimes(self._side, self._executables)
+        engine = (
+            build_engine(runtimes[0], self._engine_options)
+            if len(runtimes) == 1
+            else DataParallelEngines(runtimes, self._engine_options)
+        )
+        self._engine_weights = stored.weights
+        stored.move_when_idle(engine)
         return engine
 
     def _close_engines(self, why: str) -> None:
@@ -185,14 +202,19 @@ class ServedModel(LiveAdapters):
                 engine.close(why)
         self._engine = self._single_engine = None
 
+    @property
+    def running_engines(self) -> list[Engine | DataParallelEngines]:
+        """The engines that there are; none before the first request."""
+        engines = (self._engine, self._single_engine)
+        return [engine for engine in engines if isinstance(engine, Engine | DataParallelEngines)]
+
     def stats(self) -> EngineStats | None:
         """Returns requests running and waiting, pages in use, prefix hits, tokens/s.
 
         None before the first request.
         """
-        self._loaded_or_raise()
-        engines = (self._engine, self._single_engine)
-        each = [engine.stats() for engine in engines if isinstance(engine, Engine | DataParallelEngines)]
+        self._check_open()
+        each = [engine.stats() for engine in self.running_engines]
         return EngineStats.sum_of(each) if each else None
 
     @property
@@ -200,23 +222,23 @@ class ServedModel(LiveAdapters):
         """Defaults of ``generate``, from the model's ``generation_config.json``."""
         return self._generator().generation_config
 
+    @property
+    def request_defaults(self) -> Any:
+        """The same for requests of text, which need no more of it than its values."""
+        if self._stored is not None and self._side.loaded is None:
+            return self._stored.generation_values
+        return self.generation_config
+
     def _generator(self) -> Any:
-        self._loaded_or_raise()
-        return self._module if self._module.can_generate() else self._generates_with_head
+        self._check_open()
+        return self._side.get().generator
 
-    @functools.cached_property
-    def _generates_with_head(self) -> Any:
-        """Model with a head tied to the token embeddings.
+    def _check_generates(self) -> None:
+        """Raises UnsupportedModelError if the model does not generate; a stored one does."""
+        self._check_open()
+        if self._side.loaded is not None:
+            self._generator()
 
-        It runs on the weights of a base model without a head.
-        """
-        loaded = self._loaded_or_raise()
-        module, weights = with_head(loaded)
-        return run_on_jax(
-            module, ModelRuntime(module, weights, programs_of(dataclasses.replace(loaded, module=module)))
-        )
-
-    @functools.wraps(GenerationMixin.generate)
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Runs transformers' ``generate``: the same arguments, defaults and return types.
 
@@ -257,12 +279,8 @@ class ServedModel(LiveAdapters):
             UnsupportedArgumentError: stop strings, several answers, or options of the engine that it cannot honour.
             QueueFullError: too many requests are waiting.
         """
-        config = self.generation_config if generation_config is None else generation_config
-        if not isinstance(config, GenerationConfig):
-            raise InvalidArgumentError(
-                f"generation_config: expected a GenerationConfig, got {type(config).__name__}; write "
-                "GenerationConfig(...), or give params=SamplingParams(...)"
-            )
+        self._check_generates()
+        config = self.request_defaults if generation_config is None else _checked_config(generation_config)
         request = tokens_request(self, prompt_ids, config, params, inputs=inputs, seed=seed, masks=masks)
         return TokenStream(self.submit_prompt(request, None if fork_of is None else fork_of.handle))
 
@@ -273,56 +291,42 @@ class ServedModel(LiveAdapters):
             request: The request.
             fork_of: Handle of another answer to the same prompt.
         """
-        model, params = self._generator(), request.params
-        parent = None if fork_of is None else fork_of.request_id
-        if request.inputs is None:
-            self._check_placeholders(request.prompt_ids)
-            if (engine := self._engine_of_text(request)) is not None:
-                if params.seed is None and params.config.do_sample:
-                    params = dataclasses.replace(params, seed=_drawn_seed(request))
-                if parent is not None or params is not request.params:
-                    request = dataclasses.replace(request, params=params, fork_of=parent)
-                return engine.submit(request)
-        found = self._routed_request(model, request)
+        self._check_generates()
+        params, parent = request.params, None if fork_of is None else fork_of.request_id
+        if request.inputs is None and (engine := self._engine_of_text(request)) is not None:
+            if self._side.loaded is not None and params.seed is None and params.config.do_sample:
+                from torchax_serve.generation.call_limits import drawn_seed
+
+                params = dataclasses.replace(params, seed=drawn_seed(None, do_sample=True))
+            if parent is not None or params is not request.params:
+                request = dataclasses.replace(request, params=params, fork_of=parent)
+            return engine.submit(request)
+        torch_model: TorchModel = self._side.get()
+        if isinstance(params.config, GenerationValues):
+            params = dataclasses.replace(params, config=params.config.written_into(self.generation_config))
+            request = dataclasses.replace(request, params=params)
+        found = torch_model.routed_request(request, lambda: self.engine)
         if isinstance(found, Request):
             return self.engine.submit(dataclasses.replace(found, masks=request.masks, fork_of=parent))
         if request.masks is not None:
             raise UnsupportedArgumentError(
                 f"masks: expected a request that the engine takes, and this one is not ({found.reason}); leave it out"
             )
-        inputs = request.inputs
-        if inputs is None:
-            inputs = {"input_ids": torch.tensor([list(request.prompt_ids)], dtype=torch.long)}
-        single = single_request(model, found, inputs, params.config, params.given, params.seed)
-        return self.single_engine.submit(single)
+        return self.single_engine.submit(torch_model.single_request(request, found))
 
     def _engine_of_text(self, request: Request) -> Engine | DataParallelEngines | None:
         """Returns the engine for a request of text; None where it is routed."""
-        if self._has_encoder or request.params.unsupported:
+        torch_model = self._side.loaded
+        if torch_model is not None:
+            torch_model.check_placeholders(request)
+        if request.params.unsupported or (torch_model is not None and torch_model.has_encoder):
             return None
         try:
             return self.engine
         except UnsupportedModelError:
+            if torch_model is None:
+                raise
             return None
-
-    def _routed_request(self, model: Any, request: Request) -> Request | Route:
-        """Returns the engine's request, or how else the prompt runs and why."""
-        config, given, seed = request.params.config, request.params.given, request.params.seed
-        if request.inputs is not None:
-            found = media_request(model, lambda: self.engine, request.inputs, config, given, seed)
-            return Route(Path.PREPARED, found) if isinstance(found, str) else found
-        facts = ModelCapabilities.of(model._jax_runtime)
-        call = prompt_call(model, request.prompt_ids, config, functools.partial(_engine_facts, self))
-        chosen = route(facts, call)
-        if chosen.path is not Path.ENGINE:
-            return chosen
-        found_for = engine_request_for(model, request.prompt_ids, config, given, _drawn_seed(request))
-        return found_for or route(facts, dataclasses.replace(call, ends_in_loop=False))
-
-    def _check_placeholders(self, prompt_ids: Sequence[int]) -> None:
-        """Raises InvalidArgumentError for placeholders of media in a prompt that has none."""
-        if not self._placeholder_ids.isdisjoint(prompt_ids):
-            check_has_media(self._config, prompt_ids, ())
 
     @overload
     def chat(
@@ -367,7 +371,7 @@ class ServedModel(LiveAdapters):
 
         See `torchax_serve.text.chat` for the arguments and errors.
         """
-        self._generator()  # a model that does not generate says so before it misses a template
+        self._check_generates()  # a model that does not generate says so before it misses a template
         options: dict[str, Any] = {
             "system": system,
             "tools": tools,
@@ -395,8 +399,10 @@ class ServedModel(LiveAdapters):
         Raises:
             InvalidArgumentError: a label that is not one token, or a prompt that is empty or too long.
         """
-        self._generator()
-        tokenizer: Any = self.tokenizer
+        from torchax_serve.pooling.logit_score import label_logprobs
+
+        self._check_generates()
+        tokenizer: Any = self.text_tokenizer
         ids = [tokenizer(label, add_special_tokens=False)["input_ids"] for label in labels]
         for label, tokens in zip(labels, ids, strict=True):
             if len(tokens) != 1 or ids.count(tokens) > 1:
@@ -432,38 +438,13 @@ def record_start(model: ServedModel, folder: StartFolder) -> None:
     model._start_folder = folder
 
 
-def continue_with(model: ServedModel, weights: dict[str, Weight], engine: Engine | DataParallelEngines | None) -> None:
-    """Lets `model` take over arrays and engine of a running model of the same files.
+def _checked_config(config: Any) -> Any:
+    """Returns `config`; raises InvalidArgumentError if it is no GenerationConfig."""
+    from transformers import GenerationConfig
 
-    Args:
-        model: The model.
-        weights: Arrays by name.
-        engine: The engine, whose requests go on; None if there is none yet.
-    """
-    model._runtimes[0].weights.update(weights)
-    if engine is not None:
-        model._engine_weights = weights
-        model._engine, model._engine_changes = engine, _num_changes(model._runtimes)
-
-
-def _engine_facts(model: ServedModel) -> EngineFacts:
-    """Returns the limits of the engine of `model`, which is made if there is none yet."""
-    try:
-        return EngineFacts.of(model.engine)
-    except UnsupportedModelError as error:
-        return EngineFacts(str(error))
-
-
-def _drawn_seed(request: Request) -> int:
-    """Returns the seed of a request.
-
-    ``torch.manual_seed`` makes a drawn one repeatable, as in transformers.
-    """
-    if request.params.seed is not None:
-        return request.params.seed
-    return int(torch.randint(2**63 - 1, ())) if request.params.config.do_sample else 0
-
-
-def _num_changes(runtimes: Sequence[ModelRuntime]) -> int:
-    """Returns how often the model has changed since it was loaded."""
-    return sum(runtime.num_changes for runtime in runtimes)
+    if isinstance(config, GenerationConfig):
+        return config
+    raise InvalidArgumentError(
+        f"generation_config: expected a GenerationConfig, got {type(config).__name__}; write GenerationConfig(...), or "
+        "give params=SamplingParams(...)"
+    )

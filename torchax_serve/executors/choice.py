@@ -34,7 +34,7 @@ def choose_executor(runtime: ModelRuntime, sizes: MemoryBudget) -> ExecutorChoic
         _check_invariance(sizes, str(reason))
         from torchax_serve.executors.per_sequence.factory import per_sequence_executor  # needs torch
 
-        choice = per_sequence_executor(runtime, sizes, str(reason))
+        choice = per_sequence_executor(runtime.with_module(), sizes, str(reason))
     _check_invariance(sizes, not_invariant_reason() or _quantized_without_kernel(runtime))
     return dataclasses.replace(choice, sampler_table_bytes=sizes.sampler_table_bytes)
 

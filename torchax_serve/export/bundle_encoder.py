@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, NoReturn, Self
 
 import jax
@@ -30,8 +30,9 @@ from torchax_serve.pooling.layers import ANY_POOLING, Layer
 from torchax_serve.pooling.queue import PoolingQueue
 from torchax_serve.pooling.text_program import TextProgram
 from torchax_serve.pooling.text_rule import TextRule
-from torchax_serve.start.recorded_tokenizer import RecordedTokenizer, TokenizerRecord
-from torchax_serve.start.torch_side import Deferred, RecordedConfig, TorchSide
+from torchax_serve.start.recorded_objects import RecordedConfig, RecordedTokenizer, TokenizerRecord
+from torchax_serve.start.stored_model import stored_report
+from torchax_serve.start.torch_side import TorchSide
 from torchax_serve.validation.owner_process import OwnerProcess
 
 
@@ -104,26 +105,29 @@ class BundleEncoder(LabelsTexts, RetrievesTexts):
         config: Of the model: its type, number of labels and sizes.
         max_len: Most tokens of a text.
         load_report: What the export said about the weights.
-        writes_text, transcribes, embeds, embeds_by_files: As of an `EncoderModel`.
+        device_weights: The weights on the device, by name.
+        writes_text, transcribes, embeds, embeds_by_files, adapters, running_engines: As of an `EncoderModel`.
     """
 
     writes_text, transcribes, embeds = False, False, True
+    adapters: Mapping[str, str] = MappingProxyType({})
+    running_engines: Sequence[Any] = ()
+    has_stored_programs = True
 
     def __init__(self, manifest: Manifest, variant: Mapping[str, Any], name: str) -> None:
         self.name, self.manifest = name, manifest
         texts, model = manifest[TEXTS], manifest["model"]
         self._texts, self._process, self._is_open = texts, OwnerProcess(), True
         self._pooling_queue = PoolingQueue()
-        self._weights, names, self._content = read_weights(manifest)
-        self._program = BundleTexts(texts, self._weights, ExportedPrograms(manifest, variant, names))
-        self.class_name = model["class"]
+        self.device_weights, names, self._content = read_weights(manifest)
+        self._program = BundleTexts(texts, self.device_weights, ExportedPrograms(manifest, variant, names))
+        self.class_name, self.model_type = model["class"], model["model_type"]
         self.dtype_name = model["dtype"]
         self.max_len: int = texts["max_len"]
         self.embeds_by_files = texts["embedding"] is not None
         self._side = TorchSide(self._no_torch_side)
-        self.config: Any = RecordedConfig(self._side, lambda loaded: loaded.config, model["config"])
-        report = {"quantization": model["quantization"], "requantized": model["requantized"]}
-        self.load_report: Any = Deferred(self._side, lambda loaded: loaded.load_report, report)
+        self.config = RecordedConfig(model["config"])
+        self.load_report = stored_report(self.device_weights, model["quantization"], model["requantized"])
         self._described = manifest["tokenizer"]
         self._record = None
         if self._described is not None:
@@ -141,7 +145,7 @@ class BundleEncoder(LabelsTexts, RetrievesTexts):
 
     def __repr__(self) -> str:
         state = f"on {self.device_description}" if self._is_open else "closed"
-        return f"<BundleEncoder {self.name!r}: {self.config.model_type}, {self.dtype_name}, {state}>"
+        return f"<BundleEncoder {self.name!r}: {self.model_type}, {self.dtype_name}, {state}>"
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raises UnsupportedModelError: a bundle has no forward with torch tensors."""
@@ -163,7 +167,7 @@ class BundleEncoder(LabelsTexts, RetrievesTexts):
         if self._process.is_current:
             self._is_open = False
             self._pooling_queue.close("the model was closed")
-            self._weights.clear()
+            self.device_weights.clear()
 
     @property
     def device_description(self) -> str:
@@ -178,7 +182,9 @@ class BundleEncoder(LabelsTexts, RetrievesTexts):
             return None
         backend: Future[Any] = Future()
         backend.set_result(self._record.tokenizer())
-        return RecordedTokenizer(self._side, lambda loaded: loaded.tokenizer, self._record, backend)
+        return RecordedTokenizer(self._side, self._record, backend)
+
+    text_tokenizer = tokenizer
 
     def stats(self) -> None:
         """Returns None: there is no engine."""
@@ -228,7 +234,7 @@ class BundleEncoder(LabelsTexts, RetrievesTexts):
             described = self._texts["embedding"]
             layers = tuple(Layer(**{**each, "poolings": tuple(each["poolings"])}) for each in described["layers"])
             weights = tuple(
-                {name: self._weights[POOLING_WEIGHT.format(number, name)] for name in names}
+                {name: self.device_weights[POOLING_WEIGHT.format(number, name)] for name in names}
                 for number, names in enumerate(described["weights"])
             )
         encoder = self._encoders[rule.lower_case]

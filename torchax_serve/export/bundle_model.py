@@ -17,8 +17,7 @@ from model_adapters.ops.cpu import build, ffi
 from torchax_serve.compilation.executable_cache import ExecutableCache
 from torchax_serve.compilation.xla_cache import enable_compile_cache, programs_dir
 from torchax_serve.engine.options import EngineOptions
-from torchax_serve.entrypoints.recorded_model import RecordedModel
-from torchax_serve.entrypoints.recorded_parts import RecordedParts, RecordedReplica
+from torchax_serve.entrypoints.served_model import ServedModel
 from torchax_serve.export.layout import GENERATION_CONFIG, TEMPLATE, TEXTS, TOKENIZER, TOOLS_TEMPLATE
 from torchax_serve.export.manifest import Manifest, check_files, read_manifest, require_flatbuffers
 from torchax_serve.export.mesh import BundleSharding
@@ -26,7 +25,8 @@ from torchax_serve.export.programs import ExportedPrograms
 from torchax_serve.export.weights import read_weights
 from torchax_serve.sampling_params import MAX_LOGPROBS
 from torchax_serve.start.model_record import ModelRecord
-from torchax_serve.start.recorded_tokenizer import TokenizerRecord
+from torchax_serve.start.recorded_objects import RecordedConfig, TokenizerRecord
+from torchax_serve.start.stored_model import StoredModel, StoredReplica
 from torchax_serve.start.weights_file import TensorNames
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ _POLICIES = (
 """Options of the engine that no program depends on, but for the states of prefixes of recurrent layers."""
 
 
-class BundleModel(RecordedModel):
+class BundleModel(ServedModel):
     """A `ServedModel` for requests of text, without the PyTorch model.
 
     Attributes:
@@ -54,27 +54,35 @@ class BundleModel(RecordedModel):
 
     Args:
         manifest: The manifest of the bundle.
-        parts: What the model is made of.
+        stored: What the model is made of.
         engine_options: Options of the engine.
     """
 
-    embeds = embeds_by_files = False
+    embeds = False
 
-    def __init__(self, manifest: Manifest, parts: RecordedParts, engine_options: EngineOptions) -> None:
-        self.manifest = manifest
-        super().__init__(parts, engine_options)
+    def __init__(self, manifest: Manifest, stored: StoredModel, engine_options: EngineOptions) -> None:
+        self.manifest, self._recorded = manifest, stored
+        super().__init__(stored, engine_options)
 
-    @property  # type: ignore[misc]
-    def __class__(self) -> type:  # what isinstance sees: no class that imports torch
-        return BundleModel
+    @property
+    def config(self) -> RecordedConfig:
+        """What was recorded of the configuration."""
+        return self._recorded.config
 
-    def __getattr__(self, name: str) -> Any:
+    @property
+    def generation_config(self) -> Any:
+        """What was recorded of the generation config."""
+        return self._recorded.generation_values
+
+    @property
+    def tokenizer(self) -> Any:
+        """What was recorded of the tokenizer."""
+        return self.text_tokenizer
+
+    def __getattr__(self, name: str) -> NoReturn:
         raise AttributeError(
             f"a model of a bundle has no attribute {name}, as it has no PyTorch model; serve the model itself for that"
         )
-
-    def __repr__(self) -> str:
-        return super().__repr__().replace("<ServedModel", "<BundleModel", 1)
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raises UnsupportedModelError: a bundle has no forward with torch tensors."""
@@ -128,16 +136,16 @@ def load_bundle(
             )
         return load_encoder(manifest, variant, engine, called)
     options = _engine_options(manifest, variant, engine)
-    return BundleModel(manifest, _parts(manifest, variant, called, num_replicas), options)
+    return BundleModel(manifest, _stored(manifest, variant, called, num_replicas), options)
 
 
-def _parts(manifest: Manifest, variant: Mapping[str, Any], name: str, num_replicas: int) -> RecordedParts:
+def _stored(manifest: Manifest, variant: Mapping[str, Any], name: str, num_replicas: int) -> StoredModel:
     """Returns what a model that writes text is made of, its weights on the devices."""
     weights, names, content = read_weights(manifest)
     shardings = [BundleSharding.of(manifest["mesh"], replica) for replica in range(num_replicas)]
     exported = ExportedPrograms(manifest, variant, names)
     replicas = tuple(
-        RecordedReplica(each.divided(weights, names), ExecutableCache(mesh=each.mesh, exported=exported), each)
+        StoredReplica(each.divided(weights, names), ExecutableCache(mesh=each.mesh, exported=exported), each)
         for each in shardings[1:]
     )
     sharding = shardings[0] if replicas or manifest["mesh"] is not None else None
@@ -150,7 +158,7 @@ def _parts(manifest: Manifest, variant: Mapping[str, Any], name: str, num_replic
             "images, a tokenizer's other methods), which a bundle has not; serve the model itself"
         )
 
-    return RecordedParts(
+    return StoredModel(
         name=name,
         record=_record(manifest, names),
         weights=weights,
@@ -260,7 +268,7 @@ def _record(manifest: Manifest, names: TensorNames) -> ModelRecord:
         limits=model["limits"],
         quantization=model["quantization"],
         requantized=model["requantized"],
-        described=(model["model_type"], model["dtype"]),
+        described=(model["class"], model["model_type"], model["dtype"]),
     )
 
 

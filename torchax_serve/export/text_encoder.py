@@ -7,7 +7,7 @@ from typing import Any
 
 from model_adapters.errors import InvalidArgumentError
 from torchax_serve.pooling.text_tokenizer import IDS, Row, TextEncoder, lower_cased
-from torchax_serve.start.recorded_tokenizer import TokenizerRecord
+from torchax_serve.start.recorded_objects import TokenizerRecord
 
 
 class BundleTextEncoder(TextEncoder):

@@ -28,7 +28,7 @@ from torchax_serve.pooling.module_texts import ModuleTexts, any_embedder, head_o
 from torchax_serve.pooling.text_program import MAX_ROWS
 from torchax_serve.pooling.text_tokenizer import IDS, TextEncoder
 from torchax_serve.runtime.model_runtime import ModelRuntime
-from torchax_serve.start.recorded_tokenizer import PROBES, TokenizerRecord
+from torchax_serve.start.recorded_objects import PROBES, TokenizerRecord
 
 _ARGUMENTS = frozenset({IDS, "token_type_ids"})
 """Arguments that `tokenizers` makes of a text."""

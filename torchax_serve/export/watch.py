@@ -29,13 +29,14 @@ class WatchedBundle:
 
     Each request runs on one version from its start to its end.
 
-    Its attributes are those of the current `BundleModel`. A version that cannot be loaded, or has another tokenizer,
-    chat template or other sizes of the engine, is passed over with a warning.
+    A version that cannot be loaded, or has another tokenizer, chat template or other sizes of the engine, is passed
+    over with a warning.
 
     Attributes:
         name: Name of the bundle.
         current: The model of the version in use.
         version: Its number.
+        follow: Called with the model of each further version.
 
     Args:
         folder: The bundle, with numbered versions.
@@ -57,21 +58,22 @@ class WatchedBundle:
                 "it, or do not watch it"
             )
         self.version = self._seen = found[-1]
-        self.current: BundleModel = load(folder / str(self.version))
+        self.current = self._loaded(self.version)
         if TEXTS in self.current.manifest.content:
             self.current.close()
             raise InvalidArgumentError(
                 f"{folder}: expected a bundle of a model that writes text to watch, got one of an encoder; do not "
                 "watch it"
             )
+        self.follow: Callable[[BundleModel], object] = lambda model: None
         self._ended = threading.Event()
         self._lock = threading.Lock()
         threading.Thread(target=self._watch, name="watch-bundle", daemon=True).start()
 
-    def __getattr__(self, name: str) -> Any:
-        if name == "current":  # of a model that could not be made
-            raise AttributeError(name)
-        return getattr(self.current, name)
+    def _loaded(self, version: int) -> BundleModel:
+        found: BundleModel = self._load(self._folder / str(version))
+        found.name = self.name
+        return found
 
     def __repr__(self) -> str:
         return f"{self.current!r}, version {self.version}"
@@ -95,7 +97,7 @@ class WatchedBundle:
     def _take(self, version: int) -> None:
         """Loads a version and uses it from now on; what goes wrong leaves the old one."""
         try:
-            new = self._load(self._folder / str(version))
+            new = self._loaded(version)
             try:
                 _check_alike(self.current.manifest, new.manifest)
                 new.engine.warm_up()
@@ -110,6 +112,7 @@ class WatchedBundle:
                 new.close()
                 return
             old, self.current, self.version = self.current, new, version
+            self.follow(new)
         logger.info("version %d of %s is in use", version, self._folder)
         threading.Thread(target=self._end, args=(old,), name="end-version", daemon=True).start()
 

@@ -241,10 +241,10 @@ def _versions() -> dict[str, Any]:
 
 
 def _described_model(loaded: LoadedModel, record: ModelRecord) -> dict[str, Any]:
-    model_type, dtype = record.described
+    class_name, model_type, dtype = record.described
     return {
         "name": loaded.source.name,
-        "class": type(loaded.module).__name__,
+        "class": class_name,
         "model_type": model_type,
         "dtype": dtype,
         "quantization": record.quantization,

@@ -164,7 +164,7 @@ def label_logprobs(model: TextModel, prompts: Sequence[Sequence[int]], label_ids
 
 def _prompts(model: TextModel, rule: LogitScoreRule, pairs: Sequence[tuple[str, str]]) -> list[list[int]]:
     """Returns the token ids of pairs in the chat template, whose roles are query and document."""
-    tokenizer: Any = model.tokenizer
+    tokenizer: Any = model.text_tokenizer
     if tokenizer is None or not tokenizer.chat_template:
         raise CheckpointError(f"{model.name}: expected a chat template with the roles query and document, got none")
     system = [_message("system", rule.instruction, rule)] if rule.instruction else []

@@ -162,6 +162,10 @@ class ModelRuntime:
         module, sharding, part = self.program.module, self.program.sharding, self.program.submodule
         self._set_up(ModelProgram(module, sharding, part, self.watch), ExecutableCache())  # its code is not the files'
 
+    def with_module(self) -> ModelRuntime:
+        """Returns itself; of a stored model the runtime with the module."""
+        return self
+
     @property
     def why_stepwise(self) -> str | None:
         """Reason why each token needs a call of the model itself, such as hooks; None: no need."""

@@ -182,7 +182,7 @@ def submit(model: TextModel, prepared: Sequence[Request], options: AnswerOptions
 
 def answer_detokenizer(model: TextModel, request: Request, options: AnswerOptions) -> AnswerDetokenizer:
     """Returns the detokenizer of one answer, with its stop strings."""
-    tokenizer = model.tokenizer
+    tokenizer = model.text_tokenizer
     if tokenizer is None:
         detokenizer: Detokenizer | NoText = NoText()
     else:

@@ -169,7 +169,7 @@ def _start_answers(
     """Renders, tokenizes and submits a request; called in a thread."""
     params = sampling_params(
         body,
-        service.model.tokenizer,
+        service.model.text_tokenizer,
         context.options,
         max_new_tokens=_within_int(max_tokens_of(body)) if bounds_answer else max_tokens_of(body),
         cache_salt=scoped_salt(key_name, body.cache_salt),

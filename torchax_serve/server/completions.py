@@ -83,7 +83,7 @@ def _start(
     """Returns the token ids of the prompts, and their answers."""
     params = sampling_params(
         _with_prompt_logprobs(body),
-        service.model.tokenizer,
+        service.model.text_tokenizer,
         context.options,
         max_new_tokens=DEFAULT_MAX_TOKENS if body.max_tokens is None else max(1, body.max_tokens),
         cache_salt=scoped_salt(key_name, body.cache_salt),

@@ -26,13 +26,13 @@ def prompts_with_gap(
         if not isinstance(prompt, str):
             raise bad_request("prompt: expected text next to suffix, got token ids", "prompt", "invalid_value")
         check_len(service, [prompt, suffix], "prompt", is_cut=False)
-        found.append(tokens.prompt_ids(service.model.tokenizer, prompt, suffix))
+        found.append(tokens.prompt_ids(service.model.text_tokenizer, prompt, suffix))
     return found, tokens.ends
 
 
 def fim_tokens_of(service: ModelService, field: str) -> FimTokens:
     """Returns the tokens of prompts with a gap; raises ApiError, 400, where there are none."""
-    found = FimTokens.of(service.model.tokenizer)
+    found = FimTokens.of(service.model.text_tokenizer)
     if found is None:
         message = f"{field}: expected none, since the tokenizer of {service.name} has no tokens to fill in the middle "
         message += "(FIM), such as <|fim_prefix|>; leave it out"

@@ -169,7 +169,7 @@ def _start(
 ) -> _Started:
     """Tokenizes and submits a request; called in a thread."""
     tokens = fim_tokens_of(service, "input_suffix")
-    tokenizer: Any = service.model.tokenizer
+    tokenizer: Any = service.model.text_tokenizer
     files = [ContextFile(each.filename, each.text) for each in body.input_extra or ()]
     texts = [body.input_prefix, body.input_suffix, body.prompt or "", *(text for file in files for text in file)]
     check_len(service, texts, "input_prefix", is_cut=False)

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING
 from model_adapters.errors import InvalidArgumentError, UnsupportedModelError
 from model_adapters.loading.progress import Progress, SilentProgress
 from torchax_serve.compilation import gc_pause
-from torchax_serve.entrypoints.recorded_model import RecordedModel
 from torchax_serve.kv_cache.memory import share_free_memory
 from torchax_serve.server.adapter_routes import restore_adapters
 from torchax_serve.server.app import Application
@@ -247,7 +246,7 @@ def open_model(spec: ModelSpec, options: ServerOptions) -> ModelService:
         restore_adapters(service, spec.adapters)
         if options.warm_up:
             # Requests wait for the model: stored programs are read when they are needed, the others behind them.
-            warm_up(service.model, SilentProgress(), wait=not isinstance(service.model, RecordedModel))
+            warm_up(service.model, SilentProgress(), wait=not service.model.has_stored_programs)
         service.prepare()
     except BaseException:
         service.close()

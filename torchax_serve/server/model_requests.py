@@ -69,5 +69,5 @@ def _check_task(request: Request, service: ModelService, task: str | None) -> No
     route = request.scope["path"]
     if task is not None:
         service.require(task, route)
-    elif service.model.tokenizer is None:
+    elif service.model.text_tokenizer is None:
         raise ApiError(404, f"{route}: {service.name} has no tokenizer")

@@ -17,7 +17,7 @@ from model_adapters.errors import TorchaxServeError, UnsupportedModelError
 from model_adapters.loading.model_source import public_name
 from torchax_serve import __version__
 from torchax_serve.engine.progress import EngineProgress
-from torchax_serve.entrypoints.recorded_model import engines_of
+from torchax_serve.export.watch import WatchedBundle
 from torchax_serve.multimodal.processor import media_inputs, processor_of
 from torchax_serve.sampling.grammar import GrammarCompiler
 from torchax_serve.sampling.token_masks import TokenMasks
@@ -86,6 +86,7 @@ class ModelService:
         names: Names that requests may use; empty: those of the options, or the one it was loaded by.
 
     Attributes:
+        model: The model; of a bundle that is watched the version in use.
         root: Name of the model that was loaded; of a folder without its path.
         names: Names that requests may use.
         name: The first of them, which answers show.
@@ -95,13 +96,16 @@ class ModelService:
         harmony: Encoding of openai-harmony for a model whose answers it parses, once `prepare` has run; else None.
     """
 
-    def __init__(self, model: ServedModel, options: ServerOptions, names: tuple[str, ...] = ()) -> None:
-        self.model = model
+    def __init__(self, model: ServedModel | WatchedBundle, options: ServerOptions, names: tuple[str, ...] = ()) -> None:
+        self._held = model
+        if isinstance(model, WatchedBundle):
+            model.follow = functools.partial(setattr, self, "model")
+        self.model: ServedModel = model.current if isinstance(model, WatchedBundle) else model
         self.root = public_name(model.name)
         self.names = names or options.served_model_names or (self.root,)
         self.name = self.names[0]
         self.created = int(time.time())
-        digest = hashlib.sha256(f"{__version__} {self.name} {model.dtype_name}".encode())
+        digest = hashlib.sha256(f"{__version__} {self.name} {self.model.dtype_name}".encode())
         self.fingerprint = f"fp_{digest.hexdigest()[:10]}"
         self.harmony: Any | None = None
         self.options = options
@@ -115,13 +119,13 @@ class ModelService:
     def close(self) -> None:
         """Ends the threads and the model."""
         self._pool.shutdown(wait=False, cancel_futures=True)
-        self.model.close()
+        self._held.close()
 
     def prepare(self) -> None:
         """Makes what first requests would wait for: the template process and token tables."""
         if "chat" in self.tasks:
             shared_renderer().start()
-        if self.model.tokenizer is None or "generate" not in self.tasks:
+        if self.model.text_tokenizer is None or "generate" not in self.tasks:
             return
         assert self.token_bytes.max_token_chars
         self.harmony = encoding_for(self.family)
@@ -132,7 +136,7 @@ class ModelService:
     @property
     def num_bytes(self) -> int:
         """Bytes of the weights and of the engines' caches."""
-        caches = sum(engine.stats().cache_bytes for engine in engines_of(self.model))
+        caches = sum(engine.stats().cache_bytes for engine in self.model.running_engines)
         return weight_counts(self.model)[0] + caches
 
     @functools.cached_property
@@ -146,7 +150,7 @@ class ModelService:
         if self.model.transcribes and not self.model.embeds:  # which reads no texts
             return ("transcribe",)
         found = ["generate", "embed"] if self.model.embeds else ["generate"]
-        if self.model.tokenizer is not None and self.template:
+        if self.model.text_tokenizer is not None and self.template:
             found.append("chat")
         if self.model.transcribes:
             found.append("transcribe")
@@ -155,9 +159,7 @@ class ModelService:
     @property
     def _ranks(self) -> bool:
         """Whether the model's files say how it scores pairs, by embeddings or logits."""
-        # Asked of the class first: an attribute that a recorded model has not loads its torch module.
-        model: Any = self.model
-        return bool(hasattr(type(model), "scores_by_logits") and (model.scores_by_logits or model.embeds_by_files))
+        return self.model.scores_by_logits or self.model.embeds_by_files
 
     def require(self, task: str, route: str) -> None:
         """Raises ApiError, 404, unless the model can do `task`."""
@@ -194,12 +196,12 @@ class ModelService:
     @functools.cached_property
     def token_bytes(self) -> TokenBytes:
         """Bytes of the tokenizer's tokens."""
-        return TokenBytes(self.model.tokenizer)
+        return TokenBytes(self.model.text_tokenizer)
 
     @functools.cached_property
     def special_ids(self) -> dict[str, int]:
         """Ids of the tokenizer's special tokens by their text."""
-        tokenizer: Any = self.model.tokenizer
+        tokenizer: Any = self.model.text_tokenizer
         return {token.content: index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
 
     def silent_ids(self, family: ResponseFamily) -> frozenset[int]:
@@ -213,14 +215,15 @@ class ModelService:
     @functools.cached_property
     def family(self) -> ResponseFamily | None:
         """How answers spell reasoning and tool calls; None for plain text."""
-        if self.model.tokenizer is None:
+        if self.model.text_tokenizer is None:
             return None
-        return response_template_for(self.model.tokenizer, self.options.response_template)
+        return response_template_for(self.model.text_tokenizer, self.options.response_template)
 
     @functools.cached_property
     def template(self) -> str:
         """Source of the chat template, the tokenizer's or the processor's; empty without one."""
-        found = getattr(self.model.tokenizer, "chat_template", None) or getattr(self._processor, "chat_template", None)
+        tokenizer, processor = self.model.text_tokenizer, self._processor
+        found = getattr(tokenizer, "chat_template", None) or getattr(processor, "chat_template", None)
         return found if isinstance(found, str) else str(found or "")
 
     def chat_prompt(
@@ -283,7 +286,7 @@ class ModelService:
     @functools.cached_property
     def grammars(self) -> GrammarCompiler:
         """Compiler of grammars for the model's tokenizer."""
-        return GrammarCompiler(self.model.tokenizer, self.model.engine.vocab_size, end_ids(self.model))
+        return GrammarCompiler(self.model.text_tokenizer, self.model.engine.vocab_size, end_ids(self.model))
 
     def start(
         self,
@@ -323,23 +326,18 @@ def weight_counts(model: ServedModel) -> tuple[int, int]:
     """Returns the bytes of a model's weights on its devices, and their numbers."""
     import jax
 
-    own = vars(model)  # an attribute that a recorded model has not loads its torch module
-    weights = own["_weights"] if "_weights" in own else [each.weights for each in own.get("_runtimes", ())[:1]]
-    leaves = [leaf for leaf in jax.tree.leaves(weights) if hasattr(leaf, "nbytes")]
+    leaves = [leaf for leaf in jax.tree.leaves(dict(model.device_weights)) if hasattr(leaf, "nbytes")]
     return sum(leaf.nbytes for leaf in leaves), sum(leaf.size for leaf in leaves)
 
 
 def adapters_of(service: ModelService) -> Mapping[str, str]:
     """Returns the folders of the adapters that requests can name as their model, by name."""
-    # Asked of the class: an attribute that a recorded model has not loads its torch module.
-    model = service.model
-    found: Mapping[str, str] = model.adapters if hasattr(type(model), "adapters") else {}
-    return {name: path for name, path in found.items() if name not in service.names}
+    return {name: path for name, path in service.model.adapters.items() if name not in service.names}
 
 
 def adapter_of(service: ModelService, name: str) -> str | None:
     """Returns the adapter that a request's `model` names; None for the model itself."""
-    return name if name in adapters_of(service) else None
+    return name if name not in service.names and name in adapters_of(service) else None
 
 
 def scoped_salt(key_name: str | None, salt: str | None) -> str | None:
@@ -361,13 +359,13 @@ def _texts_of(message: Mapping[str, Any]) -> list[str]:
 
 def progress_of(services: Sequence[ModelService]) -> list[EngineProgress]:
     """Returns the progress of the engines that have been made."""
-    return [engine.progress() for service in services for engine in engines_of(service.model)]
+    return [engine.progress() for service in services for engine in service.model.running_engines]
 
 
 def drain_engines(services: Sequence[ModelService], timeout_s: float) -> bool:
     """Drains the engines that exist, as `Engine.drain`, in `timeout_s` for all together."""
     until = time.monotonic() + timeout_s
-    engines = [engine for service in services for engine in engines_of(service.model)]
+    engines = [engine for service in services for engine in service.model.running_engines]
     return all([engine.drain(max(0.0, until - time.monotonic())) for engine in engines])  # noqa: C419
 
 

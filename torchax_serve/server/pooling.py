@@ -379,7 +379,7 @@ def _list(kind: str, model: str) -> dict[str, Any]:
 
 def _num_tokens(service: ModelService, texts: Sequence[Any], most: int | None) -> int:
     """Returns the number of tokens of texts and of token ids together, special tokens included."""
-    tokenizer: Any = service.model.tokenizer
+    tokenizer: Any = service.model.text_tokenizer
     given = [text for text in texts if not isinstance(text, str)]
     written = [text for text in texts if isinstance(text, str)]
     ids = tokenizer(written)["input_ids"] if written else []

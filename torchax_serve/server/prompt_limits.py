@@ -69,7 +69,7 @@ def check_len(service: LimitedModel, texts: Sequence[str], field: str, *, is_cut
     if is_cut:
         check_text_size("".join(texts), service.options.request, field)
         return
-    limit, tokenizer = service.max_model_len, service.model.tokenizer
+    limit, tokenizer = service.max_model_len, service.model.text_tokenizer
     if limit is None or tokenizer is None:
         return
     num_chars, most = sum(map(len, texts)), service.token_bytes.max_token_chars

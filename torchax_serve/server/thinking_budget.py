@@ -26,7 +26,7 @@ EFFORTS: Mapping[str, float] = {"none": 0.0, "minimal": 0.1, "low": 0.2, "medium
 
 def text_of_tokens(service: ModelService, token_ids: Sequence[int]) -> str:
     """Returns the text of tokens, special ones included."""
-    tokenizer: Any = service.model.tokenizer
+    tokenizer: Any = service.model.text_tokenizer
     text: str = tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
     return text
 
@@ -92,13 +92,13 @@ def with_budget(
     if budget is None:
         return masks
     markers = None if family is None else family.reasoning_markers
-    if family is None or markers is None or service.model.tokenizer is None:
+    if family is None or markers is None or service.model.text_tokenizer is None:
         message = f"{FIELD}: expected a model whose reasoning stands between markers, got {service.name}; leave it out"
         raise bad_request(message, FIELD, "unsupported_parameter")
     if answer_len is not None and budget >= answer_len:
         return masks
     try:
-        tokens = MarkerTokens(markers, service.model.tokenizer)
+        tokens = MarkerTokens(markers, service.model.text_tokenizer)
     except UnsupportedModelError as error:
         if is_effort:
             note_once(f"reasoning_effort: it has no effect on {service.name}: {error}")

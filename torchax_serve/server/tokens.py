@@ -39,13 +39,13 @@ async def tokenize(request: Request) -> Response:
     ids = await until_disconnect(request.receive, service.run(_token_ids, service, body))
     others: dict[str, Any] = {"count": len(ids), "max_model_len": service.max_model_len}
     if body.return_token_strs:
-        tokenizer: Any = service.model.tokenizer
+        tokenizer: Any = service.model.text_tokenizer
         others["token_strs"] = await service.run(tokenizer.convert_ids_to_tokens, ids)
     return await list_response(service, "tokens", ids, others, are_short=True)
 
 
 def _token_ids(service: ModelService, body: TokenizeRequest) -> list[int]:
-    tokenizer: Any = service.model.tokenizer
+    tokenizer: Any = service.model.text_tokenizer
     if body.prompt is not None:
         return list(tokenizer(body.prompt, add_special_tokens=body.add_special_tokens is not False)["input_ids"])
     variables = read_variables(service, body.chat_template_kwargs)
@@ -57,7 +57,7 @@ def _token_ids(service: ModelService, body: TokenizeRequest) -> list[int]:
 async def detokenize(request: Request) -> Response:
     """Returns the text of token ids."""
     service, body = await _read(request, DetokenizeRequest)
-    tokenizer: Any = service.model.tokenizer
+    tokenizer: Any = service.model.text_tokenizer
     if len(body.tokens) > MAX_DETOKENIZED:
         message = f"tokens: expected at most {MAX_DETOKENIZED} token ids, got {len(body.tokens)}; split them"
         raise bad_request(message, "tokens", "invalid_value")
@@ -79,7 +79,7 @@ async def render(request: Request) -> Response:
     service.settle_name(body, request.state.key, may_be_adapter=True)
     body = await with_files(body, context.options)
     ids = await until_disconnect(request.receive, service.run(_rendered, service, body))
-    tokenizer: Any = service.model.tokenizer
+    tokenizer: Any = service.model.text_tokenizer
     text = await service.run(tokenizer.decode, ids)
     others = {"object": "chat.completion.render", "model": body.model, "prompt": text}
     return await list_response(service, "prompt_token_ids", ids, others, are_short=True)

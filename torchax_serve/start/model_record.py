@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from torchax_serve.start.recorded_tokenizer import TokenizerRecord
+from torchax_serve.start.recorded_objects import TokenizerRecord
 from torchax_serve.start.weights_file import TensorNames
 
 
@@ -24,7 +24,7 @@ class ModelRecord:
         limits: Fields of `torchax_serve.runtime.input_limits.InputLimits`.
         quantization: The load report's line on quantized weights.
         requantized: Its line on what weights lost that were quantized again.
-        described: Type and dtype of the model, for people.
+        described: Class, type and dtype of the model.
     """
 
     weights: TensorNames
@@ -37,4 +37,4 @@ class ModelRecord:
     limits: dict[str, Any]
     quantization: str
     requantized: str
-    described: tuple[str, str]
+    described: tuple[str, str, str]

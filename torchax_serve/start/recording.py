@@ -23,7 +23,7 @@ from torchax_serve.multimodal.placeholders import MODALITIES
 from torchax_serve.runtime.model_runtime import ModelRuntime
 from torchax_serve.start.model_record import ModelRecord
 from torchax_serve.start.record import FileState, StartFolder, StartRecord, states_of
-from torchax_serve.start.recorded_tokenizer import PROBES, TokenizerRecord
+from torchax_serve.start.recorded_objects import PROBES, TokenizerRecord
 from torchax_serve.start.weights_file import NotStorableError, file_of, named_tensors
 
 logger = logging.getLogger("torchax_serve")
@@ -165,7 +165,7 @@ def model_record(
         limits=dataclasses.asdict(runtime.limits),
         quantization=loaded.report.quantization,
         requantized=loaded.report.requantized,
-        described=(config["model_type"], str(loaded.module.dtype).removeprefix("torch.")),
+        described=(type(loaded.module).__name__, config["model_type"], str(loaded.module.dtype).removeprefix("torch.")),
     )
     return record, tensors
 

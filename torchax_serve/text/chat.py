@@ -104,7 +104,7 @@ def chat(
 
 def has_chat_template(model: TextModel) -> bool:
     """Returns whether `chat` can be used with `model`."""
-    return bool(getattr(model.tokenizer, "chat_template", None))
+    return bool(getattr(model.text_tokenizer, "chat_template", None))
 
 
 def chat_prompt_ids(
@@ -133,7 +133,7 @@ def _prompt_ids(model: TextModel, conversation: list[dict[str, Any]], options: C
 
 
 def _text(model: TextModel, conversation: list[dict[str, Any]], options: ChatOptions) -> str:
-    tokenizer = model.tokenizer
+    tokenizer = model.text_tokenizer
     remedy = "check the roles and contents of the messages, or set model.tokenizer.chat_template"
     try:
         if not _is_overridden(tokenizer):

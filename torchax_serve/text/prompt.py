@@ -39,12 +39,12 @@ class TextModel(Protocol):
         """Configuration of transformers."""
 
     @property
-    def generation_config(self) -> Any:
-        """Generation config of transformers, with the defaults of requests."""
+    def request_defaults(self) -> Any:
+        """Generation config of transformers, or its values: the defaults of requests."""
 
     @property
-    def tokenizer(self) -> Any:
-        """Tokenizer of transformers, or None."""
+    def text_tokenizer(self) -> Any:
+        """Tokenizer of transformers, or what requests of text use of it; None if there is none."""
 
     def submit_prompt(self, request: Request, fork_of: Any = None) -> Any:
         """Submits a checked request and returns its handle.
@@ -150,10 +150,10 @@ def given_or_default(params: SamplingParams | None) -> SamplingParams:
 
 def _with_turn_ends(model: TextModel) -> Any:
     """Returns the model's generation config, in which the tokenizer's ends of a turn count."""
-    config: Any = model.generation_config
+    config: Any = model.request_defaults
     known = id_list(config.eos_token_id)
     num_ends = facts_of(model).num_ends
-    ends = [end for end in turn_ends(model.tokenizer) if end not in known and (num_ends is None or end < num_ends)]
+    ends = [end for end in turn_ends(model.text_tokenizer) if end not in known and (num_ends is None or end < num_ends)]
     if not ends or NEVER_A_TOKEN in known:
         return config
     config = copy.copy(config)
@@ -211,8 +211,8 @@ def detokenizer_of(model: TextModel, stop_strings: Sequence[str] = ()) -> Detoke
     Raises:
         InvalidArgumentError: stop strings for a model without a tokenizer.
     """
-    if model.tokenizer is not None:
-        return Detokenizer(model.tokenizer)
+    if model.text_tokenizer is not None:
+        return Detokenizer(model.text_tokenizer)
     if stop_strings:
         raise InvalidArgumentError(
             f"stop: expected no stop strings for {model.name}, which has no tokenizer, got {short_repr(stop_strings)}; "
@@ -227,12 +227,12 @@ def need_tokenizer(model: TextModel) -> Any:
     Raises:
         InvalidArgumentError: it has none.
     """
-    if model.tokenizer is None:
+    if model.text_tokenizer is None:
         raise InvalidArgumentError(
             f"{model.name} has no tokenizer, and text needs one; put its tokenizer files next to the weights, "
             "or give token ids"
         )
-    return model.tokenizer
+    return model.text_tokenizer
 
 
 def position_limit(model: TextModel) -> int | None:

@@ -62,4 +62,4 @@ def forward_model(
     from model_adapters.program.packed_forward import forward_with_hidden  # tracing needs torch, running does not
 
     with batch_invariant(spec.batch_invariant):
-        return forward_with_hidden(program, weights, pools, batch, spec.layout, layers)
+        return forward_with_hidden(program.with_module(), weights, pools, batch, spec.layout, layers)

@@ -62,7 +62,8 @@ def packed_executor(runtime: ModelRuntime, sizes: MemoryBudget) -> ExecutorChoic
         from torchax_serve.kv_cache.scales import calibrate_scales, dtype_of
 
         dtype = dtype_of(sizes.kv_cache_dtype)
-        shapes, scales = _in_8_bits(runtime, shapes, sizes, dtype, recurrent), calibrate_scales(runtime, dtype)
+        shapes = _in_8_bits(runtime, shapes, sizes, dtype, recurrent)
+        scales = calibrate_scales(runtime.with_module(), dtype)
 
     draft = draft_of(runtime, sizes)
     shapes, head = (*shapes, *head_shapes(shapes, draft)), draft if isinstance(draft, DraftHead) else None
@@ -113,11 +114,13 @@ def layers_of(runtime: ModelRuntime, sizes: MemoryBudget) -> tuple[tuple[PagedLa
     """
     programs = runtime.steps.executables
     described = f"{sizes.page_size} {sizes.max_model_len} {lora_form(runtime)}"
-    found = programs.memoize("packed shapes", described, lambda: shapes_or_reason(runtime, sizes))
+    found = programs.memoize("packed shapes", described, lambda: shapes_or_reason(runtime.with_module(), sizes))
     if found != RECURRENT and not isinstance(found, str):
         return found, None
     if found == RECURRENT:
-        found = programs.memoize("recurrent layers", described, lambda: recurrent_or_reason(runtime, sizes))
+        found = programs.memoize(
+            "recurrent layers", described, lambda: recurrent_or_reason(runtime.with_module(), sizes)
+        )
         if not isinstance(found, str) and not found[0] and sizes.kv_cache_dtype is not None:
             raise NotPackableError(f"{RECURRENT}, and none has pages, which kv_cache_dtype is for")
     if isinstance(found, str):
@@ -180,7 +183,7 @@ def _in_8_bits(
 
     def refusals(shapes: Sequence[PagedLayerSpec]) -> list[str]:
         with registry.fallbacks() as reasons:
-            trace_packed(runtime, shapes, sizes, recurrent)
+            trace_packed(runtime.with_module(), shapes, sizes, recurrent)
         return reasons
 
     described = f"{sizes.page_size} {sizes.max_model_len}"
@@ -224,8 +227,8 @@ def draft_of(runtime: ModelRuntime, sizes: MemoryBudget) -> DraftModel | DraftHe
     loaded = sizes.speculative.model
     if isinstance(loaded, LoadedHead):
         loaded = loaded.on(runtime.steps.executables.mesh)
-        hidden_size = runtime.text_config.hidden_size
-        dtype = runtime.program.module.dtype
+        target = runtime.with_module()
+        hidden_size, dtype = target.text_config.hidden_size, target.program.module.dtype
         width = hidden_size * len(loaded.layers)
         kind = DraftAssistant if isinstance(loaded, LoadedAssistant) else DraftHead
         return kind(loaded, runtime.limits.vocab_size, width, str(dtype).removeprefix("torch."))

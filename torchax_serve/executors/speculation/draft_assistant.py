@@ -32,7 +32,7 @@ class DraftAssistant(DraftHead):
         from model_adapters.program.packed_forward import forward_with_hidden  # tracing needs torch, running does not
 
         *of_model, state = pools
-        arguments = program, weights.model, tuple(of_model), batch, layout
+        arguments = program.with_module(), weights.model, tuple(of_model), batch, layout
         logits, of_model_after, hidden = forward_with_hidden(*arguments, self.loaded.layers)
         assert hidden is not None
         return logits, (*of_model_after, self._with_last(state, batch, hidden)), hidden

@@ -67,7 +67,7 @@ class DraftHead:
         from model_adapters.program.packed_forward import forward_with_hidden  # tracing needs torch, running does not
 
         of_model, own, state = self._split(pools)
-        arguments = program, weights.model, of_model, batch, layout.without_last(len(own))
+        arguments = program.with_module(), weights.model, of_model, batch, layout.without_last(len(own))
         logits, of_model_after, hidden = forward_with_hidden(*arguments, self.loaded.layers)
         assert hidden is not None
         return logits, (*of_model_after, *self.follow(weights, (*own, state), batch, hidden, layout)), hidden

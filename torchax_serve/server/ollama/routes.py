@@ -228,7 +228,7 @@ def _pooled_entries(models: Sequence[PooledModel], key: ApiKey | None) -> list[d
 
 
 def _details(service: ModelService) -> dict[str, Any]:
-    kind = str(service.model.config.model_type)
+    kind = service.model.model_type
     return {
         "parent_model": "",
         "format": "safetensors",

@@ -172,7 +172,7 @@ def _response_of(body: ResponsesRequest, service: ModelService) -> dict[str, Any
     echoed = {"text", "reasoning", "tools"}
     given = body.model_dump(mode="json", by_alias=True, exclude_unset=True, include=echoed)
     text, reasoning = given.get("text") or {}, given.get("reasoning") or {}
-    config = service.model.generation_config
+    config = service.model.request_defaults
     temperature, top_p = getattr(config, "temperature", None), getattr(config, "top_p", None)
     return {
         "id": f"resp_{uuid.uuid4().hex}",
