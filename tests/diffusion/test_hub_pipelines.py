@@ -94,6 +94,7 @@ def test_what_is_refused(hub, folder, tmp_path):
     refused("people/none", "has no model people/none", error=ModelNotFoundError)
     refused(NAME, "has no revision 'v2'", error=ModelNotFoundError, revision="v2")
     refused(NAME, "adapter: expected none with a pipeline", error=UnsupportedArgumentError, adapter="x")
+    refused(NAME, "adapters: expected none with a pipeline", error=UnsupportedArgumentError, adapters={"a": "x"})
     refused(folder, "revision: expected none with the folder", error=UnsupportedArgumentError, revision="main")
     hub.repositories[NAME].token = "secret"
     refused(NAME, "is gated and no token was given", error=ModelNotFoundError)

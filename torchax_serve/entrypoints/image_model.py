@@ -7,7 +7,7 @@ import inspect
 import os
 import secrets
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -22,28 +22,16 @@ from model_adapters.errors import (
     UnsupportedModelError,
 )
 from model_adapters.loading.hub_pipeline import fetch_pipeline
-from model_adapters.loading.hub_request import HubRequest
 from model_adapters.loading.progress import Progress, SilentProgress
 from torchax_serve.diffusion.checks import check_pipeline
 from torchax_serve.diffusion.loading import load_pipeline, put_on_jax
 from torchax_serve.distributed.mesh import mesh_for
+from torchax_serve.entrypoints.serve_arguments import PIPELINE, ServeArguments
 from torchax_serve.validation.argument_hints import refuses_unknown
 from torchax_serve.validation.library_objects import is_pipeline_folder
 
 if TYPE_CHECKING:
     from PIL.Image import Image
-
-_OF_LANGUAGE_MODELS = (
-    "trust_remote_code",
-    "strict",
-    "random_weights",
-    "engine",
-    "refuse_uneven",
-    "quantization",
-    "requantize",
-    "adapter",
-)
-"""Arguments of `serve` that a pipeline has no use for."""
 
 OnStep = Callable[[int, int], None]
 """Called after each step with its number, from 1, and the number of steps."""
@@ -204,46 +192,45 @@ class ImageModel:
         self._pipeline().save_pretrained(save_directory, **kwargs)
 
 
-def load_image_model(arguments: Mapping[str, Any]) -> ImageModel:
+def load_image_model(options: ServeArguments) -> ImageModel:
     """Returns the pipeline that `serve` was asked for.
 
     Args:
-        arguments: Arguments of `serve` by name; ``model`` is a folder with a pipeline, a hub id, or a pipeline.
+        options: Options of `serve`; ``model`` is a folder with a pipeline, a hub id, or a pipeline.
 
     Raises:
         UnsupportedArgumentError: an argument that only language models have; names it.
         TorchaxServeError: the pipeline cannot be loaded.
     """
-    if refused := [name for name in _OF_LANGUAGE_MODELS if arguments[name] not in (None, False)]:
+    for name, value in options.refused_by(PIPELINE).items():
         raise UnsupportedArgumentError(
-            f"{refused[0]}: expected none with a pipeline of diffusers, got {arguments[refused[0]]!r}; leave it out"
+            f"{name}: expected none with a pipeline of diffusers, got {value!r}; leave it out"
         )
-    model, mesh = arguments["model"], mesh_for(arguments["mesh"], arguments["tensor_parallel"])
+    model, mesh = options.model, mesh_for(options.mesh, options.tensor_parallel)
     if not isinstance(model, str | os.PathLike):
-        if arguments["dtype"] != "auto":
+        if options.dtype != "auto":
             raise UnsupportedArgumentError(
-                f"dtype: expected auto with a pipeline object, got {arguments['dtype']!r}; call pipeline.to first"
+                f"dtype: expected auto with a pipeline object, got {options.dtype!r}; call pipeline.to first"
             )
         check_pipeline(model)
         return ImageModel(put_on_jax(model, mesh=mesh), type(model).__name__)
-    progress = arguments["progress"] or SilentProgress()
-    folder = _folder(arguments, progress)
+    progress = options.progress or SilentProgress()
+    folder = _folder(options, progress)
     with progress.stage(f"loading {model}", None):
-        pipeline = load_pipeline(folder, dtype=arguments["dtype"], allow_pickle=arguments["allow_pickle"], mesh=mesh)
+        pipeline = load_pipeline(folder, dtype=options.dtype, allow_pickle=options.allow_pickle, mesh=mesh)
     return ImageModel(pipeline, str(model))
 
 
-def _folder(arguments: Mapping[str, Any], progress: Progress) -> Path:
+def _folder(options: ServeArguments, progress: Progress) -> Path:
     """Returns the folder of the pipeline, which is downloaded if it is one of the hub."""
-    model = os.fspath(arguments["model"])
+    model = os.fspath(options.model)
     if is_pipeline_folder(model):
-        if arguments["revision"] is not None:
+        if options.revision is not None:
             raise UnsupportedArgumentError(
-                f"revision: expected none with the folder {model}, got {arguments['revision']!r}; leave it out"
+                f"revision: expected none with the folder {model}, got {options.revision!r}; leave it out"
             )
         return Path(model).expanduser()
-    others = ("revision", "token", "local_files_only", "cache_dir", "allow_pickle")
-    return fetch_pipeline(HubRequest(model.strip(), **{name: arguments[name] for name in others}), progress)
+    return fetch_pipeline(options.hub_request(model.strip(), allow_pickle=options.allow_pickle), progress)
 
 
 @contextlib.contextmanager

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import jax
 from jax.sharding import Mesh
@@ -22,6 +21,7 @@ from torchax_serve.compilation.xla_cache import enable_compile_cache, programs_d
 from torchax_serve.distributed import pathways
 from torchax_serve.engine.adapters import AdapterOptions
 from torchax_serve.engine.options import EngineOptions
+from torchax_serve.entrypoints.serve_arguments import ADAPTERS, BUNDLE, DECIDES, LOAD, MODULE, RECORD, ServeArguments
 from torchax_serve.entrypoints.served_model import ServedModel
 from torchax_serve.start.record import start_folder
 from torchax_serve.start.stored_model import stored_model
@@ -39,6 +39,9 @@ if TYPE_CHECKING:
 
     from model_adapters.loading import LoadedModel, Progress
     from torchax_serve.distributed.hosts.options import Hosts
+    from torchax_serve.entrypoints.image_model import ImageModel
+    from torchax_serve.entrypoints.module_model import ModuleModel
+    from torchax_serve.export.bundle_encoder import BundleEncoder
 
 
 @refuses_unknown
@@ -69,11 +72,12 @@ def serve(
     max_lora_rank: int | None = None,
     lora_target_modules: Sequence[str] | None = None,
     speculative_config: Mapping[str, Any] | None = None,
-) -> ServedModel:
+) -> ServedModel | Any:
     """Loads a model and makes it run on JAX, its code untouched.
 
     Returns a `ServedModel`; a `SpeechModel` if it also transcribes; an `EncoderModel`; an `ImageModel` of a pipeline; a
-    `ModuleModel` of a module that is no model of transformers.
+    `ModuleModel` of a module that is no model of transformers. The last two, and a bundle of a model that writes no
+    text, are no `ServedModel`.
 
     Args:
         model: a short name, a hub id, a folder, bundle or GGUF file, a `PreTrainedModel` or any other module, a
@@ -97,29 +101,25 @@ def serve(
     Raises:
         TorchaxServeError: the model cannot be loaded or served; subclass and message say why.
     """
-    arguments = _with_engine(locals())  # taken first: they are the only variables yet
-    return _serve_pipelines_too(arguments)
-
-
-def serve_without_pipelines(model: str | os.PathLike[str] | None, **options: Any) -> ServedModel:
-    """Works as `serve`; raises IsPipelineError for a pipeline before any download."""
-    given = inspect.signature(serve).bind(model, **options)
-    given.apply_defaults()
-    return _serve(_with_engine(dict(given.arguments)))
-
-
-def _serve_pipelines_too(arguments: dict[str, Any]) -> ServedModel:
+    options = ServeArguments(**locals()).with_engine()  # taken first: they are the only variables yet
     try:
-        return _serve(arguments)
+        return _serve(options)
     except IsPipelineError:  # known once the hub has listed the files of the model
-        if arguments["hosts"] is not None:
+        if options.hosts is not None:
             raise
+        from torchax_serve.entrypoints.image_model import load_image_model
+
         with gc_pause.paused():
-            return _image_model(arguments)
+            return load_image_model(options)
 
 
-def _serve(arguments: dict[str, Any]) -> ServedModel:
-    """Returns the model of `arguments`, those of `serve` by name.
+def serve_without_pipelines(model: str | os.PathLike[str] | None, **options: Any) -> ServedModel | Any:
+    """Works as `serve`; raises IsPipelineError for a pipeline before any download."""
+    return _serve(ServeArguments(model, **options).with_engine())
+
+
+def _serve(options: ServeArguments) -> ServedModel | ImageModel | ModuleModel | BundleEncoder:
+    """Returns the model of `options`.
 
     Raises:
         IsPipelineError: the hub says that it is a pipeline.
@@ -127,162 +127,89 @@ def _serve(arguments: dict[str, Any]) -> ServedModel:
     pathways.connect()
     enable_compile_cache()
     with gc_pause.paused():
-        return _recorded_or_loaded(arguments) if arguments["hosts"] is None else _serve_on_hosts(arguments)
+        if options.hosts is not None:
+            return _serve_on_hosts(options, options.hosts)
+        if _is_pipeline(options):
+            from torchax_serve.entrypoints.image_model import load_image_model
+
+            return load_image_model(options)
+        if is_other_module(options.model):
+            return _module_model(options)
+        if (bundle := bundle_folder(options.model)) is not None:
+            return _bundle_model(bundle, options)
+        return _recorded_or_loaded(options)
 
 
-_LOADING = (
-    "revision",
-    "token",
-    "local_files_only",
-    "dtype",
-    "trust_remote_code",
-    "allow_pickle",
-    "strict",
-    "cache_dir",
-    "progress",
-    "random_weights",
-    "refuse_uneven",
-    "quantization",
-    "requantize",
-)
-"""Arguments of `serve` that `load_model` takes under the same names."""
+def _recorded_or_loaded(options: ServeArguments) -> ServedModel:
+    """Returns the model of a start record, or loads it."""
+    decisive = _decisive(options)
+    if decisive is not None:
+        source, is_latest = _source_here(options)
+        if source is not None and (folder := start_folder(source, decisive)) is not None:
+            # The module has to be that of the record, whatever its branch of the hub has become by then.
+            pinned = {} if source.hub_id is None else {"revision": source.revision, "local_files_only": True}
+            load = functools.partial(_load_checkpoint, options, pinned)
+            if (stored := stored_model(source, folder, load, is_latest)) is not None:
+                return ServedModel(stored, options.engine)
+    from torchax_serve.entrypoints.load import load_served_model
 
-_OTHERS = ("model", "engine", "mesh", "tensor_parallel", "pack_weights", "adapter")
-"""Arguments of `serve` that `load_served_model` takes under the same names."""
-
-_ADAPTERS = ("adapters", "max_loras", "max_lora_rank", "lora_target_modules")
-"""Arguments of `serve` about the adapters that requests can name."""
-
-_NOT_RECORDED = (
-    "trust_remote_code",
-    "allow_pickle",
-    "random_weights",
-    "mesh",
-    "tensor_parallel",
-    "refuse_uneven",
-    "adapter",
-    *_ADAPTERS,
-)
-"""Arguments of `serve` that, where they are given, always load the torch module."""
+    return load_served_model(
+        options.model,
+        options.engine,
+        options.mesh,
+        options.tensor_parallel,
+        options.pack_weights,
+        options.to(LOAD),
+        None if decisive is None else functools.partial(start_folder, arguments=decisive),
+        options.adapter,
+        AdapterOptions.given(**options.to(ADAPTERS)),
+    )
 
 
-_NOT_OF_BUNDLES = (
-    "revision",
-    "dtype",
-    "trust_remote_code",
-    "allow_pickle",
-    "strict",
-    "random_weights",
-    "tensor_parallel",
-    "refuse_uneven",
-    "adapter",
-    *_ADAPTERS,
-    "quantization",
-    "requantize",
-)
-"""Arguments of `serve` that a bundle cannot follow."""
-
-
-def _with_engine(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Returns the arguments of `serve` by name, with all options of the engine in `engine`."""
-    if (config := arguments["speculative_config"]) is not None:
-        arguments["engine"] = (arguments["engine"] or EngineOptions()).with_speculative(config)
-    return arguments
-
-
-def _recorded_or_loaded(arguments: dict[str, Any]) -> ServedModel:
-    """Returns the model of a start record, or loads it.
-
-    Args:
-        arguments: Arguments of `serve` by name.
-    """
-    if _is_pipeline(arguments):
-        return _image_model(arguments)
-    if is_other_module(arguments["model"]):
-        return _module_model(arguments)
-    if (bundle := bundle_folder(arguments["model"])) is not None:
-        return _bundle_model(bundle, arguments)
-    decisive = _decisive(arguments)
-
-    def load() -> ServedModel:
-        from torchax_serve.entrypoints.load import load_served_model
-
-        others = {name: arguments[name] for name in _OTHERS}
-        others["adapters"] = AdapterOptions.given(**{name: arguments[name] for name in _ADAPTERS})
-        loading = {name: arguments[name] for name in _LOADING}
-        return load_served_model(
-            **others, loading=loading, start_folder_of=functools.partial(start_folder, arguments=decisive)
-        )
-
-    if decisive is None:
-        return load()
-    source, is_latest = _source_here(arguments)
-    if source is not None and (folder := start_folder(source, decisive)) is not None:
-        # The module has to be that of the record, whatever its branch of the hub has become by then.
-        pinned = {} if source.hub_id is None else {"revision": source.revision, "local_files_only": True}
-        stored = stored_model(source, folder, functools.partial(_load_checkpoint, arguments, pinned), is_latest)
-        if stored is not None:
-            return ServedModel(stored, arguments["engine"])
-    return load()
-
-
-def _load_checkpoint(arguments: Mapping[str, Any], pinned: Mapping[str, Any]) -> LoadedModel:
+def _load_checkpoint(options: ServeArguments, pinned: Mapping[str, Any]) -> LoadedModel:
     """Returns the torch module and the weights of a model that was made of a start record."""
     from torchax_serve.entrypoints.load import load_checkpoint
 
-    loading = {**{name: arguments[name] for name in _LOADING}, **pinned}
-    return load_checkpoint(arguments["model"], None, arguments["pack_weights"], loading)
+    return load_checkpoint(options.model, None, options.pack_weights, {**options.to(LOAD), **pinned})
 
 
-def _is_pipeline(arguments: Mapping[str, Any]) -> bool:
+def _is_pipeline(options: ServeArguments) -> bool:
     """Returns whether the model is a pipeline of diffusers: an object, folder or cached id."""
-    model = arguments["model"]
+    model = options.model
     is_here = is_pipeline(model) or is_pipeline_folder(model)
-    return is_here or is_cached_pipeline(model, arguments["revision"], arguments["cache_dir"])
+    return is_here or is_cached_pipeline(model, options.revision, options.cache_dir)
 
 
-def _image_model(arguments: Mapping[str, Any]) -> ServedModel:
-    from torchax_serve.entrypoints.image_model import load_image_model
-
-    # The annotation is that of language models, which nearly all callers have.
-    return cast("ServedModel", load_image_model(arguments))
-
-
-def _module_model(arguments: Mapping[str, Any]) -> ServedModel:
+def _module_model(options: ServeArguments) -> ModuleModel:
     """Returns the `ModuleModel` of a module.
 
     Raises:
         InvalidArgumentError: an argument about what a module in memory has already.
     """
-    defaults = inspect.signature(serve).parameters
-    for name, value in arguments.items():
-        if name != "model" and name in defaults and value != defaults[name].default:
-            raise InvalidArgumentError(
-                f"{name}: expected no such argument for a {type(arguments['model']).__name__}, which is no model of "
-                f"transformers, got {value!r}; leave it out"
-            )
+    for name, value in options.refused_by(MODULE).items():
+        raise InvalidArgumentError(
+            f"{name}: expected no such argument for a {type(options.model).__name__}, which is no model of "
+            f"transformers, got {value!r}; leave it out"
+        )
     from torchax_serve.entrypoints.module_model import ModuleModel
 
-    return cast("ServedModel", ModuleModel(arguments["model"]))
+    return ModuleModel(options.model)
 
 
-def _bundle_model(folder: Path, arguments: Mapping[str, Any]) -> ServedModel:
+def _bundle_model(folder: Path, options: ServeArguments) -> ServedModel | BundleEncoder:
     """Returns the model of a bundle.
 
     Raises:
         InvalidArgumentError: an argument about what was decided when the bundle was exported.
     """
-    defaults = inspect.signature(serve).parameters
-    for name in _NOT_OF_BUNDLES:
-        if arguments[name] != defaults[name].default:
-            raise InvalidArgumentError(
-                f"{name}: expected no such argument for a bundle, whose programs and weights were exported, "
-                f"got {arguments[name]!r}; leave it out, or serve the model itself"
-            )
+    for name, value in options.refused_by(BUNDLE).items():
+        raise InvalidArgumentError(
+            f"{name}: expected no such argument for a bundle, whose programs and weights were exported, "
+            f"got {value!r}; leave it out, or serve the model itself"
+        )
     from torchax_serve.export.bundle_model import load_bundle
 
-    name, num_replicas = os.fspath(arguments["model"]), _num_replicas(arguments["mesh"])
-    return cast("ServedModel", load_bundle(folder, arguments["engine"], name=name, num_replicas=num_replicas))
+    return load_bundle(folder, options.engine, name=os.fspath(options.model), num_replicas=_num_replicas(options.mesh))
 
 
 def _num_replicas(mesh: Mesh | Mapping[str, int] | None) -> int:
@@ -303,45 +230,39 @@ def _num_replicas(mesh: Mesh | Mapping[str, int] | None) -> int:
     return number
 
 
-def _serve_on_hosts(arguments: dict[str, Any]) -> ServedModel:
-    """Returns a model on several hosts, of which this one is the leader.
-
-    Args:
-        arguments: Arguments of `serve` by name.
-    """
+def _serve_on_hosts(options: ServeArguments, hosts: Hosts) -> ServedModel:
+    """Returns a model on several hosts, of which this one is the leader."""
     from torchax_serve.entrypoints.load import serve_on_hosts
 
-    if _is_pipeline(arguments):
+    if _is_pipeline(options):
         raise InvalidArgumentError("hosts: expected None for a pipeline, which runs on one host; leave it out")
-    if bundle_folder(arguments["model"]) is not None:
+    if bundle_folder(options.model) is not None:
         raise InvalidArgumentError("hosts: expected None for a bundle, which runs on one device; leave it out")
-    for name in ("adapter", *_ADAPTERS):
-        if arguments[name] is not None:
+    for name, value in ({"adapter": options.adapter} | options.to(ADAPTERS)).items():
+        if value is not None:
             raise InvalidArgumentError(
                 f"{name}: expected one host, got several; merge it with peft, and serve the result"
             )
-    given = {name: arguments[name] for name in ("hosts", "model", "engine", "mesh", "tensor_parallel")}
-    return serve_on_hosts(**given, loading={name: arguments[name] for name in _LOADING})
+    return serve_on_hosts(hosts, options.model, options.engine, options.mesh, options.tensor_parallel, options.to(LOAD))
 
 
-def _decisive(arguments: Mapping[str, Any]) -> dict[str, str] | None:
-    """Returns the arguments that decide the weights, as text; None for unrecorded starts.
+def _decisive(options: ServeArguments) -> dict[str, str] | None:
+    """Returns the options that decide the weights, as text; None for unrecorded starts.
 
     A caller that has imported transformers has paid for what a record saves, and its scripts may change the model.
 
     Raises:
         InvalidArgumentError: rules of quantization that are none.
     """
-    model, is_callers = arguments["model"], _caller_has_transformers()
-    if (engine := arguments["engine"]) is not None and engine.has_draft_model:
+    if options.engine is not None and options.engine.has_draft_model:
         return None  # which is loaded with its module
-    if any(arguments[name] for name in _NOT_RECORDED) or not isinstance(model, str | os.PathLike | None):
+    if options.refused_by(RECORD) or not isinstance(options.model, str | os.PathLike | None):
         return None
-    if programs_dir() is None or is_callers or jax.default_backend() != "cpu":
+    if programs_dir() is None or _caller_has_transformers() or jax.default_backend() != "cpu":
         return None
-    found = {name: str(arguments[name]) for name in ("dtype", "strict", "pack_weights", "quantization", "requantize")}
-    if arguments["quantization"] not in (None, DENSE):
-        found["quantization"] = repr(parse_rules(arguments["quantization"]))  # what a file of rules has now
+    found = {name: str(value) for name, value in options.to(DECIDES).items()}
+    if options.quantization not in (None, DENSE):
+        found["quantization"] = repr(parse_rules(options.quantization))  # what a file of rules has now
     return found
 
 
@@ -351,18 +272,16 @@ def _caller_has_transformers() -> bool:
     return "transformers" in sys.modules
 
 
-def _source_here(arguments: Mapping[str, Any]) -> tuple[ModelSource | None, Callable[[], bool]]:
+def _source_here(options: ServeArguments) -> tuple[ModelSource | None, Callable[[], bool]]:
     """Returns the source of a model on this machine, and a check that it is the latest.
 
     Of a model of the hub it is the copy in the hub's cache.
     """
-    model, revision = arguments["model"], arguments["revision"]
-    source = parse_name(model, revision)
+    source = parse_name(options.model, options.revision)
     if isinstance(source, ModelSource):
         return source, lambda: True
-    from model_adapters.loading.hub_request import HubRequest, is_latest
+    from model_adapters.loading.hub_request import is_latest
 
-    others = {name: arguments[name] for name in ("token", "local_files_only", "cache_dir")}
-    request = HubRequest(source, revision, **others, gguf=split_tag(str(model))[1])
-    cached = cached_source(str(model).strip(), request)
+    request = options.hub_request(source, gguf=split_tag(str(options.model))[1])
+    cached = cached_source(str(options.model).strip(), request)
     return cached, lambda: cached is not None and is_latest(request, str(cached.revision))
