@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from torchax_serve.entrypoints.text_methods import EmbedsTexts
-from torchax_serve.pooling import classification, similarity
-from torchax_serve.pooling.batching import Text, checked_texts
-from torchax_serve.pooling.classification import HEADS, RankedDocument
-from torchax_serve.pooling.multi_vector import Task
-from torchax_serve.pooling.multi_vector import embed_tokens as token_embeddings
 from torchax_serve.pooling.queue import QueuedTexts
-from torchax_serve.pooling.sparse import SparseEmbedding
-from torchax_serve.pooling.sparse import embed_sparse as sparse_embeddings
+
+if TYPE_CHECKING:  # imported by the calls that need them: a start of a language model is quicker
+    from torchax_serve.pooling.batching import Text
+    from torchax_serve.pooling.classification import RankedDocument
+    from torchax_serve.pooling.multi_vector import Task
+    from torchax_serve.pooling.sparse import SparseEmbedding
 
 
 class RetrievesTexts(EmbedsTexts):
@@ -89,6 +88,9 @@ class RetrievesTexts(EmbedsTexts):
         truncate: bool | int | None,
         max_active_dims: int | None,
     ) -> QueuedTexts:
+        from torchax_serve.pooling.batching import checked_texts
+        from torchax_serve.pooling.sparse import embed_sparse as sparse_embeddings
+
         self._followed()
         options: dict[str, Any] = {
             "prompt": prompt,
@@ -188,6 +190,8 @@ class RetrievesTexts(EmbedsTexts):
             QueueFullError: too many texts are waiting.
             DeadlineError: a time limit has passed.
         """
+        from torchax_serve.pooling import classification
+
         limits: dict[str, Any] = {"timeout_s": timeout_s, "queue_timeout_s": queue_timeout_s}
         score = functools.partial(self.score_pairs, truncate=truncate, **limits)
         self._check_scores()
@@ -226,6 +230,9 @@ class RetrievesTexts(EmbedsTexts):
         truncate: bool | int | None,
         normalize: bool | None,
     ) -> QueuedTexts:
+        from torchax_serve.pooling.batching import checked_texts
+        from torchax_serve.pooling.multi_vector import embed_tokens as token_embeddings
+
         self._followed()
         options: dict[str, Any] = {
             "task": task,
@@ -244,15 +251,21 @@ class RetrievesTexts(EmbedsTexts):
     @property
     def _is_cross_encoder(self) -> bool:
         """Whether the model reads a query and a document together."""
+        from torchax_serve.pooling.classification import HEADS
+
         return self.class_name.endswith(HEADS["rerank"])
 
     def _check_scores(self) -> None:
         """Raises UnsupportedModelError for a model without scores of pairs."""
+        from torchax_serve.pooling import classification
+
         if not self.embeds_by_files and not self.scores_by_logits:
             classification.require(self._head(), "rerank")
 
     def _scores_of_pairs(self, pairs: Sequence[tuple[str, str]], truncate: bool | int | None) -> np.ndarray:
         """Returns float32[num_pairs]."""
+        from torchax_serve.pooling import classification, similarity
+
         if self._is_cross_encoder or not self.embeds_by_files:
             return classification.score_pairs(self._head(), pairs, truncate=truncate)
         return similarity.score_pairs(self._embedder(chooses=False), pairs, truncate=truncate)

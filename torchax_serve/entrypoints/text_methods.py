@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import abc
 import contextlib
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.loading.progress import Progress, SilentProgress
-from torchax_serve.pooling import classification
-from torchax_serve.pooling.batching import Text, checked_texts
-from torchax_serve.pooling.classification import Classification, TextHead, TokenLabel
-from torchax_serve.pooling.embedding import Embedder
-from torchax_serve.pooling.embedding import embed as embed_texts
 from torchax_serve.pooling.queue import PoolingQueue, QueuedTexts
+
+if TYPE_CHECKING:  # imported by the calls that need them: a start of a language model is quicker
+    from torchax_serve.pooling.batching import Text
+    from torchax_serve.pooling.classification import Classification, TextHead, TokenLabel
+    from torchax_serve.pooling.embedding import Embedder
 
 
 class EmbedsTexts(abc.ABC):
@@ -144,6 +144,9 @@ class EmbedsTexts(abc.ABC):
         truncate_dim: int | None,
     ) -> QueuedTexts:
         """Returns the call for `texts`, which are checked."""
+        from torchax_serve.pooling.batching import checked_texts
+        from torchax_serve.pooling.embedding import embed as embed_texts
+
         self._followed()
         options: dict[str, Any] = {
             "pooling": pooling,
@@ -189,7 +192,7 @@ class LabelsTexts(EmbedsTexts):
             QueueFullError: too many texts are waiting.
             DeadlineError: a time limit has passed.
         """
-        found = self._call(classification.classify, checked_texts(texts), truncate).run(timeout_s, queue_timeout_s)
+        found = self._call("classify", texts, truncate).run(timeout_s, queue_timeout_s)
         return found[0] if isinstance(texts, str) else found
 
     async def aclassify(
@@ -201,7 +204,7 @@ class LabelsTexts(EmbedsTexts):
         queue_timeout_s: float | None = None,
     ) -> Classification | list[Classification]:
         """Works as `classify`, without blocking the event loop."""
-        call = self._call(classification.classify, checked_texts(texts), truncate)
+        call = self._call("classify", texts, truncate)
         found = await call.run_async(timeout_s, queue_timeout_s)
         return found[0] if isinstance(texts, str) else found
 
@@ -214,7 +217,7 @@ class LabelsTexts(EmbedsTexts):
         queue_timeout_s: float | None = None,
     ) -> list[TokenLabel] | list[list[TokenLabel]]:
         """Returns a label per token, special tokens left out; arguments and errors as in `classify`."""
-        call = self._call(classification.classify_tokens, checked_texts(texts), truncate)
+        call = self._call("classify_tokens", texts, truncate)
         found = call.run(timeout_s, queue_timeout_s)
         return found[0] if isinstance(texts, str) else found
 
@@ -227,14 +230,18 @@ class LabelsTexts(EmbedsTexts):
         queue_timeout_s: float | None = None,
     ) -> list[TokenLabel] | list[list[TokenLabel]]:
         """Works as `classify_tokens`, without blocking the event loop."""
-        call = self._call(classification.classify_tokens, checked_texts(texts), truncate)
+        call = self._call("classify_tokens", texts, truncate)
         found = await call.run_async(timeout_s, queue_timeout_s)
         return found[0] if isinstance(texts, str) else found
 
-    def _call(self, function: Callable[..., Any], items: Sequence[Any], truncate: bool | int | None) -> QueuedTexts:
+    def _call(self, name: str, texts: str | Sequence[Text], truncate: bool | int | None) -> QueuedTexts:
+        from torchax_serve.pooling import classification
+        from torchax_serve.pooling.batching import checked_texts
+
+        function, checked = getattr(classification, name), checked_texts(texts)
         self._followed()
 
         def call(items: Sequence[Any]) -> Any:
             return function(self._head(), items, truncate=truncate)
 
-        return QueuedTexts(self._pooling_queue, (function.__name__, type(truncate), truncate), call, list(items))
+        return QueuedTexts(self._pooling_queue, (name, type(truncate), truncate), call, list(checked))
