@@ -122,9 +122,9 @@ def infer_window(mask_function: Callable[..., Any], length: int, batch: int = 1)
 
 
 def chunk_of(mask_function: Callable[..., Any]) -> int | None:
-    """Returns the size of chunks of transformers' ``chunked_causal_mask_function``; None of any other function.
+    """Returns the size of a mask function's chunks; None if it has none.
 
-    Recognised, not evaluated: it reads the padding, a tensor of the trace.
+    transformers' ``chunked_causal_mask_function`` is recognised, not evaluated: it reads the padding, a tensor of the trace.
     """
     if getattr(mask_function, "__qualname__", None) != "and_masks.<locals>.and_mask":
         return None
@@ -144,7 +144,10 @@ def torchax_mask(
     attention_mask: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> torch.Tensor:
-    """Returns transformers' mask bool[batch, 1, q_length, kv_length], annotated if it is causal or by chunks."""
+    """Returns transformers' mask bool[batch, 1, q_length, kv_length].
+
+    It is annotated if it is causal, in chunks or not.
+    """
     # Mask functions are arithmetic of indices, which broadcasts; torch's vmap does not know torchax's tensors.
     kwargs.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False, use_vmap=False)
     mask: Any = sdpa_mask(

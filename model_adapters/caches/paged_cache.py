@@ -210,7 +210,7 @@ def attend_paged(
 
 
 def _attended_rows(layer: PagedLayer, chunk: int | None, num_tokens: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns page table, lengths and beginnings of the rows in which the tokens of a step see each other."""
+    """Returns page table, lengths and beginnings of the rows whose tokens see each other."""
     batch, page_size = layer.batch, layer.pages.shape[2]
     if chunk is None:
         return layer.table, batch.kv_lens, batch.cu_q_lens

@@ -1,4 +1,4 @@
-"""Chunked attention as rows of plain causal attention: each chunk of a sequence is a row with pages of its own.
+"""Chunked attention as rows of plain causal attention, a row for each chunk.
 
 In a layer with chunked attention (Llama 4) a token sees the tokens of its own chunk up to itself, and no others: what
 a row of a paged attention op does, whose pages are those of the chunk alone. So no kernel needs to know chunks.
@@ -13,7 +13,7 @@ from model_adapters.ops.searchsorted import num_at_most
 
 
 def decode_chunks(page_table: jax.Array, kv_lens: jax.Array, chunk: int, page_size: int) -> tuple[jax.Array, jax.Array]:
-    """Returns page table and lengths of the chunk in which each sequence's last token is.
+    """Returns page table and length of the chunk of each sequence's last token.
 
     Args:
         page_table: int32[S, pages].
@@ -32,7 +32,7 @@ def decode_chunks(page_table: jax.Array, kv_lens: jax.Array, chunk: int, page_si
 def chunks_of_step(
     page_table: jax.Array, kv_lens: jax.Array, cu_q_lens: jax.Array, num_tokens: int, chunk: int, page_size: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns page table, lengths and beginnings of the chunks that the new tokens of a step are in.
+    """Returns page table, lengths and beginnings of the chunks of a step's new tokens.
 
     The tokens of a sequence may be in several chunks, which become rows in the order of their tokens. There is room for
     the most that a step can have: each sequence begins one, and each border of chunks inside of its tokens another one.
@@ -64,6 +64,6 @@ def chunks_of_step(
 
 
 def _pages_of(page_table: jax.Array, rows: jax.Array, index: jax.Array, num_pages: int) -> jax.Array:
-    """Returns the pages int32[R, num_pages] of chunk `index` of each row; a table has at least one page."""
+    """Returns the pages int32[R, num_pages] of chunk `index` of each row."""
     columns = index[:, None] * num_pages + jnp.arange(min(num_pages, page_table.shape[1]), dtype=jnp.int32)
     return page_table[rows[:, None], jnp.minimum(columns, page_table.shape[1] - 1)]

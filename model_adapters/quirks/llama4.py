@@ -33,9 +33,9 @@ def _forward(self: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torc
 
 
 class _CountedCache:
-    """A cache of a packed step, which says of each token how many stand in front of this step's first one.
+    """A cache of a packed step whose length is one for each token.
 
-    Added to the token's place in the step, that is its position.
+    Added to the token's place in the step, it is the token's position.
     """
 
     def __init__(self, cache: PagedTraceCache) -> None:
@@ -43,7 +43,7 @@ class _CountedCache:
 
     def get_seq_length(self, layer_idx: int) -> torch.Tensor:
         """Returns int64[T], the position of each token of the step minus its place there."""
-        positions = torch_view(self._cache.layers[layer_idx].batch.positions)
+        positions = torch_view(self._cache.paged_layers[layer_idx].batch.positions)
         return positions - torch.arange(positions.shape[0])
 
     def update(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -13,6 +13,7 @@ _SHARED_4 = {
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
 }
 _TWO_KINDS = {"layer_types": ["sliding_attention", "full_attention"]}
+_WIDE_CHUNKS = {"attention_chunk_size": 16, "floor_scale": 4}  # of a page; queries are scaled from position 3 on
 _SOUNDS_FROM_TEXT = {
     "start": {"text_encoder": {"model_type": "t5"}, "audio_encoder": {"model_type": "encodec"}, "decoder": {}}
 }
@@ -31,6 +32,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "head_dim": 12,
         "sliding_window_size": 6,
     },
+    "llama4": _WIDE_CHUNKS,
+    "llama4_text": _WIDE_CHUNKS,
     "dory": _SHARED_4 | {"n_input_layers": 1, "n_recurrent_layers": 2, "n_output_layers": 1},
     "inkling2_loop_text": _SHARED_4
     | {
