@@ -60,17 +60,19 @@ def test_layers_with_experts_are_planned():
     assert report.programs[0].collectives["all-reduce"][0] == 5
 
 
-@pytest.mark.parametrize("model_type", ["bloom", "mamba", "openai-gpt"])
-def test_models_that_are_not_packed_are_planned(model_type):
+@pytest.mark.parametrize(
+    ("model_type", "executor"), [("bloom", "per-sequence"), ("mamba", "packed"), ("openai-gpt", "static")]
+)
+def test_models_of_each_executor_are_planned(model_type, executor):
     configs = {  # whose pages and states fill tiles of 128 lanes, so that what lies in memory is what is counted
         "bloom": transformers.BloomConfig(hidden_size=512, n_layer=2, n_head=8, vocab_size=1024),
-        "mamba": transformers.MambaConfig(hidden_size=1024, num_hidden_layers=2, vocab_size=1024),
+        "mamba": transformers.MambaConfig(hidden_size=1024, num_hidden_layers=2, vocab_size=1024, conv_kernel=5),
         "openai-gpt": transformers.OpenAIGPTConfig(n_embd=256, n_layer=2, n_head=8, vocab_size=1024, n_positions=2048),
     }
     config = configs[model_type]
     model_class = transformers.AutoModelForCausalLM._model_mapping[type(config)]
     report = make_plan(module_of(model_class, config, torch.bfloat16), model_type, REQUEST)
-    assert (report.fits, report.executor) == (True, "static" if model_type == "openai-gpt" else "per-sequence")
+    assert (report.fits, report.executor) == (True, executor)
     assert report.programs[0].alias_bytes == report.pages_bytes + report.states_bytes
 
 
