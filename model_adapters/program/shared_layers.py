@@ -51,12 +51,22 @@ def intercepted(module: torch.nn.Module, transform: Transform = _unchanged) -> c
     for layers in module.modules():
         if isinstance(layers, torch.nn.ModuleList) and len(layers) > 1:
             # Lists of diffusers have None where a block has no layer.
-            own = {id(each): each for each in layers if each is not None and "forward" not in vars(each)}
+            found = (each for each in layers if each is not None and "forward" not in vars(each))
+            own = {id(each): each for each in found if not _is_product(each)}
             if len(own) > 1:
                 shared = _LayerList(list(own.values()), transform)
                 forward = shared.forward()
                 replacements += [(layer, "forward", forward) for layer in own.values()]
     return replaced_methods(replacements)
+
+
+def _is_product(layer: torch.nn.Module) -> bool:
+    """Returns whether a layer is products alone, which are not worth a call.
+
+    A call would keep the parts of a fused result together.
+    """
+    kinds = (torch.nn.Linear, torch.nn.Sequential, torch.nn.Identity)
+    return all(isinstance(part, kinds) for part in layer.modules())
 
 
 @dataclasses.dataclass(frozen=True)

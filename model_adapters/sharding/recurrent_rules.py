@@ -147,8 +147,50 @@ def _gated_mlp(layer: torch.nn.Module, num_shards: int) -> _Layer | None:
         product, last = getattr(layer, name, None), getattr(layer, last_name, None)
         if isinstance(product, torch.nn.Linear) and isinstance(last, torch.nn.Linear):
             size = last.in_features
-            return _Layer({name: Parts((size,) * 2, (size,) * 2)}, {last_name: _one(size, size)})
+            parts = Parts((size,) * 2, (size,) * 2)
+            outputs, replicated = _low_rank(layer, {f"{name}_adapter_list": parts})
+            return _Layer({name: parts, **outputs}, {last_name: _one(size, size)}, replicated=replicated)
     return None
+
+
+def _adapted_attention(layer: torch.nn.Module, num_shards: int) -> _Layer | None:
+    """Recognises attention that several layers share, each with its adapters (Zamba 2)."""
+    numbers = _numbers(layer, "head_dim num_key_value_groups")
+    output = getattr(layer, "o_proj", None)
+    if numbers is None or not hasattr(layer, "linear_q_adapter_list") or not isinstance(output, torch.nn.Linear):
+        return None
+    head_dim, group = numbers
+    heads = output.in_features // head_dim
+    queries, keys = _one(heads * head_dim, heads), _one(heads // group * head_dim, heads // group)
+    by_part = {"q": queries, "k": keys, "v": keys}
+    adapters, replicated = _low_rank(layer, {f"linear_{name}_adapter_list": parts for name, parts in by_part.items()})
+    outputs = {f"{name}_proj": parts for name, parts in by_part.items()}
+    return _Layer({**outputs, **adapters}, {"o_proj": queries}, replicated=replicated)
+
+
+def _shared_block(layer: torch.nn.Module, num_shards: int) -> _Layer | None:
+    """Recognises the product behind a block that several layers share (Zamba).
+
+    Divided by what it makes, it would divide the hidden state of all layers by columns.
+    """
+    product = getattr(layer, "linear", None)
+    if not hasattr(layer, "mamba_decoder") or not isinstance(product, torch.nn.Linear):
+        return None
+    return _Layer({}, {"linear": _one(product.in_features, product.in_features)})
+
+
+def _low_rank(layer: torch.nn.Module, lists: Mapping[str, Parts]) -> tuple[dict[str, Parts], tuple[str, ...]]:
+    """Returns what adapters beside products make, and their first products.
+
+    Those every device computes.
+
+    Args:
+        layer: The layer.
+        lists: By name of a list of adapters, what they make.
+    """
+    pairs = [(name, child) for name in lists for child, _ in getattr(layer, name, torch.nn.Module()).named_children()]
+    outputs = {f"{name}.{child}.1": lists[name] for name, child in pairs}
+    return outputs, tuple(f"{name}.{child}.0" for name, child in pairs)
 
 
 def _latent_attention(layer: torch.nn.Module, num_shards: int) -> _Layer | None:
@@ -170,7 +212,7 @@ KINDS: tuple[Callable[[torch.nn.Module, int], _Layer | None], ...] = (
     _selective_scan,
     _short_convolution,
 )
-BESIDE = (_gated_mlp, _latent_attention)
+BESIDE = (_gated_mlp, _adapted_attention, _shared_block, _latent_attention)
 """Kinds that are divided so in models that have recurrent layers, where no plan of the model's names them."""
 
 
