@@ -23,6 +23,7 @@ import transformers
 from engine_requests import engine_request
 from head_checks import check_heads
 from safetensors.numpy import save_file
+from start_checks import check_bundles, check_starts
 from transformers.pytorch_utils import Conv1D
 from weights import draw_matrices
 
@@ -131,6 +132,9 @@ for _name in ("inkling2_text", "inkling2_loop_text"):
 # What four devices divide: heads of a delta rule; heads of Mamba-2, whose two groups every device has.
 DIVIDED = {"gated_delta": ("qwen3_5_text", {"linear_num_key_heads": 4}), "state_space": ("mamba2", {})}
 DIVIDED |= {"key_heads": ("qwen3_next", {"linear_num_key_heads": 4}), "groups": ("bamba", {"mamba_n_groups": 4})}
+_BLOCKS = {"num_hidden_layers": 3, "layers_block_type": ["mamba", "hybrid", "hybrid"], "hybrid_layer_ids": [1, 2]}
+_BLOCKS |= {"num_key_value_heads": 4, "use_shared_attention_adapter": True, "adapter_rank": 8}
+DIVIDED |= {"shared_block": ("zamba2", _BLOCKS)}
 for _name, (_type, _more) in DIVIDED.items():
     _sizes = recurrent.SIZES | recurrent.TYPES[_type] | _more | {"vocab_size": 61}
     CONFIGS[_name] = functools.partial(transformers.AutoConfig.for_model, _type, **_sizes)
@@ -205,6 +209,20 @@ def headed(kind, meshes):
     """Tokens and accepted drafts of draft heads on meshes, those of one device."""
     for mesh, drafted, accepted in check_heads(kind, [(mesh, shape_of(mesh)) for mesh in meshes.split(",")]):
         print("same tokens", kind, mesh, "drafted", drafted, "accepted", accepted)
+
+
+def bundled(family, meshes):
+    """Tokens of bundles on meshes, those of one device."""
+    shapes = [(mesh, shape_of(mesh)) for mesh in meshes.split(",")]
+    for mesh, num_hits in check_bundles(functools.partial(model_of, family), PROMPTS, shapes):
+        print("same tokens", family, mesh, "hits", num_hits)
+
+
+def started_again(family, meshes):
+    """Tokens of second starts on meshes, those of one device; and programs that were not compiled again."""
+    shapes = [(mesh, shape_of(mesh)) for mesh in meshes.split(",")]
+    for mesh, num_read in check_starts(functools.partial(model_of, family), PROMPTS, shapes):
+        print("same tokens", family, mesh, "read", num_read)
 
 
 def offloaded(family, meshes):

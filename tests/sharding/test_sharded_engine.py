@@ -38,6 +38,7 @@ MESHES = [
     thorough("granitemoehybrid", "1x2,1x4"),
     thorough("hybrid", "1x4"),
     thorough("zamba2", "1x4"),
+    thorough("shared_block", "1x4"),
     thorough("jamba", "1x4"),
     thorough("lfm2", "1x4,1x8"),
     thorough("mamba", "1x4"),
@@ -159,11 +160,37 @@ def test_drafts_are_verified_behind_states_and_indexers_on_a_mesh(on_eight, fami
     assert int(line.split()[5]) > 0 or family != "mamba"  # the others repeat little
 
 
-def test_pages_in_int8_have_their_scales_where_their_heads_are(on_eight):
-    """Heads that the mesh divides, and heads that are replicated."""
-    lines = on_eight("tokens", "llama", "1x2,1x8", "int8")
+@pytest.mark.parametrize(
+    ("family", "meshes"),
+    [
+        ("llama", "1x2,1x8"),
+        thorough("gated_delta", "1x4"),
+        thorough("hybrid", "1x4"),
+        thorough("kimi_linear", "1x2"),
+        thorough("lfm2", "1x4"),
+        thorough("nemotron_h", "1x4"),
+    ],
+)
+def test_pages_in_int8_have_their_scales_where_their_heads_are(on_eight, family, meshes):
+    """Heads that the mesh divides, and heads that are replicated; latents, and pages beside recurrent states."""
+    lines = on_eight("tokens", family, meshes, "int8")
     assert all("in int8" in line for line in lines)
-    assert len(lines) == 2
+    assert len(lines) == len(meshes.split(","))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("family", "meshes"), [("gated_delta", "1x4"), ("hybrid", "1x4"), ("kimi_linear", "1x2")])
+def test_bundles_with_recurrent_states_have_the_mesh_of_their_export(on_eight, family, meshes):
+    """States are in their place, and those of prefixes are found."""
+    lines = on_eight("bundled", family, meshes)
+    assert [line.split()[3] for line in lines] == meshes.split(",")
+    assert all(int(line.split()[5]) > 0 for line in lines)
+
+
+@pytest.mark.thorough
+def test_a_second_start_of_a_recurrent_model_on_a_mesh_compiles_little(on_eight):
+    (line,) = on_eight("started_again", "gated_delta", "1x4")
+    assert int(line.split()[5]) > 0
 
 
 @pytest.mark.parametrize(("mesh", "where"), [("1x4", "P(None, None, 'model')"), thorough("1x8", "replicated")])
@@ -201,6 +228,15 @@ def test_recurrent_layers_exchange_no_more_than_others(on_eight, family):
     """A delta rule's layer has one sum. So has Mamba-2's, and one number a token for the norm over all heads."""
     (line,) = on_eight("exchange", family, "4")
     assert ast.literal_eval(line) == {"all-reduce": 2 * 2 + 1, "all-gather": 1}
+
+
+@pytest.mark.thorough
+def test_a_block_that_layers_share_exchanges_no_more_than_others(on_eight):
+    """Nor do its adapters for each layer, beside queries, keys, values and the fused gate and up."""
+    (line,) = on_eight("exchange", "shared_block", "4")
+    # In three layers the sum of Mamba-2 and one number a token for its norm, in two of them one each after attention,
+    # the MLP and the product behind them, and one of the embedding.
+    assert ast.literal_eval(line) == {"all-reduce": 3 * 2 + 2 * 3 + 1, "all-gather": 1}
 
 
 def test_experts_that_are_divided_divide_the_work(on_eight):
