@@ -124,7 +124,7 @@ def infer_window(mask_function: Callable[..., Any], length: int, batch: int = 1)
 def chunk_of(mask_function: Callable[..., Any]) -> int | None:
     """Returns the size of a mask function's chunks; None if it has none.
 
-    transformers' ``chunked_causal_mask_function`` is recognised, not evaluated: it reads the padding, a tensor of the trace.
+    transformers' ``chunked_causal_mask_function`` is recognised, not evaluated, as it reads padding: a traced tensor.
     """
     if getattr(mask_function, "__qualname__", None) != "and_masks.<locals>.and_mask":
         return None
