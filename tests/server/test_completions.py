@@ -2,6 +2,7 @@
 
 import openai
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from torchax_serve import SamplingParams
 from torchax_serve.engine.admission import Admission
@@ -108,6 +109,27 @@ def test_bad_words_are_never_written(client, model):
         model="tiny", prompt=PROMPT, max_tokens=8, extra_body={"bad_words": [word]}
     ).choices[0]
     assert word not in text.text.split()
+
+
+def test_an_empty_text_is_a_prompt_where_the_tokenizer_adds_a_token(client, http, model):
+    begin = model.tokenizer("")["input_ids"]
+    options = {"max_tokens": 3, "echo": True, "logprobs": 1, "extra_body": {"return_token_ids": True}}
+    answer = client.completions.create(model="tiny", prompt=["", "Hi"], **options)
+    assert [each.prompt_token_ids for each in answer.choices] == [begin, model.tokenizer("Hi")["input_ids"]]
+    (expected,) = model.generate_batch([begin], SamplingParams(max_new_tokens=3))
+    assert answer.choices[0].text == expected.text
+    assert answer.choices[0].logprobs.token_logprobs[0] is None
+    assert answer.choices[0].logprobs.text_offset[:2] == [0, 0]
+    backend = model.tokenizer.backend_tokenizer
+    own, backend.post_processor = backend.post_processor, TemplateProcessing(single="$A", special_tokens=[])
+    try:
+        refused = http.post("/v1/completions", json={"model": "tiny", "prompt": "", "max_tokens": 1})
+    finally:
+        backend.post_processor = own
+    assert refused.status_code == 400 and refused.json()["error"]["message"] == (
+        "prompt[0]: expected some text, got an empty string, to which the tokenizer of tiny adds no token; "
+        "write at least one character"
+    )
 
 
 @pytest.mark.parametrize("ids", [[-1], [1536], [2**40], []])

@@ -185,7 +185,7 @@ class CompletionRequest(TextRequest):
     routes: ClassVar[tuple[str, ...]] = ("/v1/completions",)
     prompt: Annotated[
         str | Ids | Strings | Annotated[list[Ids], FAIL_FAST],
-        honoured("a text, token ids, or a list of one of these"),
+        honoured("a text, token ids, or a list of one of these; an empty text if the tokenizer adds a token"),
     ]
     max_tokens: Annotated[int | None, honoured("most tokens of the answer, 16 by default; 0 with `echo`")] = None
     logprobs: Annotated[int | None, honoured(f"log-probabilities and those of the likeliest tokens{_UP_TO}")] = None

@@ -169,20 +169,24 @@ def end_ids(model: TextModel) -> list[int]:
 def encode_prompt(model: TextModel, prompt: str | Sequence[int]) -> list[int]:
     """Returns the token ids of a plain prompt, with the tokenizer's special tokens.
 
-    Ids are returned unchanged.
+    Ids are returned unchanged. An empty text is a prompt if the tokenizer adds a token, such as ``<bos>``.
 
     Raises:
-        InvalidArgumentError: an empty prompt, or text for a model without a tokenizer.
+        InvalidArgumentError: a prompt without a token, or text for a model without a tokenizer.
     """
     prompt = _ids_of_array(prompt)
     if not isinstance(prompt, str) and not is_list(prompt):
         raise InvalidArgumentError(f"prompt: expected a string or a list of token ids, got {type(prompt).__name__}")
     if not isinstance(prompt, str):
         return list(prompt)
-    if not prompt:
-        raise InvalidArgumentError("prompt: expected some text, got an empty string; write at least one character")
     check_text("prompt", prompt, MAX_PROMPT_CHARS)
-    return list(need_tokenizer(model)(prompt)["input_ids"])
+    ids = list(need_tokenizer(model)(prompt)["input_ids"])
+    if not ids and not prompt:
+        raise InvalidArgumentError(
+            f"prompt: expected some text, got an empty string, to which the tokenizer of {model.name} adds no token; "
+            "write at least one character"
+        )
+    return ids
 
 
 def encode_rendered(tokenizer: Any, text: str) -> list[int]:
