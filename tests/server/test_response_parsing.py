@@ -327,6 +327,33 @@ def test_calls_that_are_cut_or_break_off_are_no_complete_ones(family, answer, ar
         assert parser.has_complete_calls == (arguments == '{"city": "Rome"}')
 
 
+REPEATED = {
+    "qwen-xml": (
+        "<tool_call>\n<function=weather>\n<parameter=city>\nRome\n</parameter>\n<parameter=days>\n3\n</parameter>\n"
+        "<parameter=city>\nŁódź\n</parameter>\n</function>\n</tool_call>"
+    ),
+    "glm": (
+        "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Rome</arg_value>\n<arg_key>days</arg_key>\n"
+        "<arg_value>3</arg_value>\n<arg_key>city</arg_key>\n<arg_value>Łódź</arg_value>\n</tool_call>"
+    ),
+    "hermes": (
+        '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome", "days": 3, "city": "Łódź"}}\n</tool_call>'
+    ),
+}
+
+
+@pytest.mark.parametrize("family", REPEATED)
+def test_an_argument_that_is_repeated_has_its_last_value(family):
+    """As transformers' parser and vLLM's have it; a complete answer has each name once."""
+    for pieces in ([REPEATED[family]], list(REPEATED[family])):
+        parser = AnswerParser(BY_NAME[family], "", TOOLS)
+        steps = [*map(parser.push, pieces), parser.flush()]
+        streamed = "".join(piece["function"]["arguments"] for step in steps for piece in step.tool_calls)
+        (call,) = joined_calls(steps)
+        assert json.loads(streamed) == json.loads(call["function"]["arguments"]) == ARGUMENTS
+        assert call["function"]["arguments"].count('"city"') == 1
+
+
 def test_names_may_stand_behind_the_arguments():
     answer = f'<tool_call>{{"arguments": {JSON}, "name": "weather"}}</tool_call>'
     assert parsed("hermes", "", list(answer)) == parsed("hermes", "", [answer]) == ("", "", [("weather", ARGUMENTS)])

@@ -251,7 +251,8 @@ class DialectCalls(JsonCalls):
 class TaggedCalls:
     """A call whose arguments are tags, each a piece of the JSON text as soon as it is complete.
 
-    A tag ends where another one, or the end of the region, follows: its value may have the text that ends it.
+    A tag ends where another one, or the end of the region, follows: its value may have the text that ends it. One that
+    is repeated is in the JSON text again: what has been sent cannot be taken back, and readers of JSON take the last.
 
     Args:
         name: Name of the function.
@@ -273,7 +274,7 @@ class TaggedCalls:
         self._boundary = re.compile(rf"{re.escape(closing)}(?=\s*{re.escape(begin)})")
         self._parts, self._tail = [""], ""  # text behind the last tag; its end, which may end a tag
         self._num_read = 0  # characters of tags
-        self._keys: set[str] = set()
+        self._has_arguments = False
         self._is_open = False  # whether the text has begun a tag
         self.end: int | None = None
         self.rest = ""
@@ -316,11 +317,7 @@ class TaggedCalls:
             self.end = self._num_read + len(body) - len(begun)
 
     def _tags(self, text: str) -> list[CallPiece]:
-        return [
-            self._piece(tag["key"], tag["value"])
-            for tag in self._pattern.finditer(text)
-            if tag["key"] not in self._keys
-        ]
+        return [self._piece(tag["key"], tag["value"]) for tag in self._pattern.finditer(text)]
 
     def _piece(self, key: str, value: str) -> CallPiece:
         typed = self._typed({key: value})[key]
@@ -328,15 +325,15 @@ class TaggedCalls:
             text = json.dumps(typed, ensure_ascii=False, allow_nan=False)
         except (ValueError, RecursionError):
             text = json.dumps(value, ensure_ascii=False)
-        lead = ", " if self._keys else "{"
-        name = None if self._keys else self._name
-        self._keys.add(key)
+        lead = ", " if self._has_arguments else "{"
+        name = None if self._has_arguments else self._name
+        self._has_arguments = True
         return CallPiece(name, f"{lead}{json.dumps(key, ensure_ascii=False)}: {text}")
 
     def close(self) -> list[CallPiece]:
         """Returns the last argument and the end of the arguments, if there were any and none is cut."""
         found = self._tags("".join(self._parts))
-        if self._keys and not self.is_inside:
+        if self._has_arguments and not self.is_inside:
             found.append(CallPiece(None, "}", is_last=True))
         return _merged(found)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -36,7 +37,10 @@ class ParsedStep:
 
 
 def joined_calls(steps: Iterable[ParsedStep]) -> list[dict[str, Any]]:
-    """Returns the tool calls of steps, in the form of OpenAI's complete messages."""
+    """Returns the tool calls of steps, in the form of OpenAI's complete messages.
+
+    An argument that the model has written more than once has its last value, as readers of the pieces find it.
+    """
     found: list[dict[str, Any]] = []
     texts: list[list[str]] = []
     for step in steps:
@@ -48,8 +52,25 @@ def joined_calls(steps: Iterable[ParsedStep]) -> list[dict[str, Any]]:
         for index, written in step.late_ids.items():
             found[index]["id"] = written
     for call, pieces in zip(found, texts, strict=True):
-        call["function"] = {"name": call["function"]["name"], "arguments": "".join(pieces)}
+        call["function"] = {"name": call["function"]["name"], "arguments": _with_one_value_each("".join(pieces))}
     return found
+
+
+def _with_one_value_each(arguments: str) -> str:
+    """Returns the JSON text of arguments without names that it has twice."""
+    num_repeated = 0
+
+    def as_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        nonlocal num_repeated
+        found = dict(pairs)
+        num_repeated += len(pairs) - len(found)
+        return found
+
+    try:
+        found = json.loads(arguments, object_pairs_hook=as_object)
+        return json.dumps(found, ensure_ascii=False, allow_nan=False) if num_repeated else arguments
+    except (ValueError, RecursionError):  # of a call that was cut
+        return arguments
 
 
 class MessageWriter:
