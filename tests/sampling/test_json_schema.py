@@ -350,6 +350,50 @@ def test_combined_schemas_take_what_their_authors_expect(name):
         assert not takes(schema, value), value
 
 
+# What OpenAPI 3.0 says of null, which jsonschema does not know: (schema of a value, values that it takes, others)
+NULLABLE = {
+    "type": ({"type": "string", "maxLength": 1}, ["a", None], ["ab", 1]),
+    "enum": ({"type": "string", "enum": ["x", "y"]}, ["x", None], ["z"]),
+    "const": ({"const": 1}, [1, None], [2]),
+    "reference": ({"$ref": "#/$defs/text"}, ["x", None], ["z", 1]),
+    "parts": ({"anyOf": [INTEGER, {"type": "boolean"}]}, [1, True, None], ["a"]),
+    "all of": ({"allOf": [{"$ref": "#/$defs/text"}]}, ["x", None], ["z"]),
+    "object": ({"type": "object", "properties": {"a": INTEGER}, "required": ["a"]}, [{"a": 1}, None], [{}, []]),
+    "list": ({"type": "array", "items": INTEGER, "maxItems": 1}, [[], [1], None], [[1, 2], 1]),
+    "not": ({"type": "string", "not": {"enum": ["x"]}}, ["y", None], ["x"]),
+    "types": ({"type": ["integer", "null"], "maximum": 9}, [1, None], [10, "a"]),
+    "anything": ({"description": "any"}, [1, None, {"a": []}], []),
+}
+
+
+@pytest.mark.parametrize("name", NULLABLE)
+@pytest.mark.parametrize("is_nullable", [True, False])
+def test_nullable_of_openapi_takes_null(name, is_nullable):
+    """``nullable: false``, its default, holds nothing back: what the rest of a schema takes is as it was."""
+    own, taken, refused = NULLABLE[name]
+    schema = {
+        "type": "object",
+        "properties": {"v": own | {"nullable": is_nullable}},
+        "required": ["v"],
+        "$defs": {"text": TEXT},
+    }
+    plain = schema | {"properties": {"v": own}}
+    for value in taken:
+        assert takes(schema, {"v": value}) == (takes(plain, {"v": value}) or (is_nullable and value is None)), value
+    for value in refused:
+        assert not takes(schema, {"v": value}), value
+
+
+def test_an_answer_may_be_null_as_a_whole():
+    schema = {
+        "type": "object",
+        "properties": {"v": {"$ref": "#/$defs/text"}},
+        "$defs": {"text": TEXT | {"nullable": True}},
+    }
+    assert takes(schema, {"v": None}) and not takes(schema, None)
+    assert takes(schema | {"nullable": True}, None) and takes(schema | {"nullable": True}, {"v": "x"})
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_sampled_is_valid(name):
     schema, rng, num_found = CASES[name][0], random.Random(name), 0

@@ -284,6 +284,21 @@ COMBINED = {
         {"mail": None},
         {"mail": "z"},
     ),
+    "nullable of OpenAPI": (
+        {
+            "type": "object",
+            "nullable": True,
+            "properties": {
+                "base": {"$ref": "#/$defs/base", "nullable": True},
+                "mail": {"type": "string", "enum": ["x"], "nullable": True},
+                "number": {"type": "integer", "nullable": True},
+            },
+            "required": ["base", "mail", "number"],
+            "$defs": {"base": BASE},
+        },
+        {"number": None, "mail": None, "base": None},
+        {"number": None, "mail": "z", "base": None},
+    ),
     "neutral": (
         {
             **BASE,

@@ -39,6 +39,8 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "minProperties": (0,),
 }
 """Values with which a keyword holds nothing back."""
+_OF_VALUES = ("enum", "const", "not", "if", "$ref", *PARTS)
+"""Keywords that hold ``null`` back beside a list of types that has it."""
 _OF_IF = "x-of-if"
 """Key next to a ``not`` that stands for the opposite of an ``if``."""
 _UNKNOWN = ("$dynamicRef", "$recursiveRef")
@@ -48,7 +50,7 @@ def in_fewer_keywords(root: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a schema of the same values, whose references name its own definitions alone.
 
     It has neither ``if``, ``not``, ``contains``, ``propertyNames`` nor dependencies. Annotations, and keywords that
-    hold no value back, are left out.
+    hold no value back, are left out. ``nullable: true`` of OpenAPI 3.0, which JSON Schema does not know, adds ``null``.
 
     Raises:
         InvalidArgumentError: No grammar holds one of these keywords, which it names, or the schema is too large.
@@ -103,6 +105,8 @@ class _Expansion:
         for key in _UNKNOWN:
             if key in schema:
                 raise InvalidArgumentError(f"expected a schema without {key}, got one; write $ref")
+        if "nullable" in schema:
+            return self._schema(_with_null(schema))
         found = _mapped(_without_neutral(schema), self._schema)
         parts = [self._reference(found.pop("$ref"))] if "$ref" in found else []
         if "if" in found:
@@ -136,6 +140,23 @@ class _Expansion:
             reference = "#" + reference[len(base.rstrip("#")) :].lstrip("#")
         found = self._anchors.get(reference)
         return target_of(unquote(reference), self._source) if found is None else found
+
+
+def _with_null(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a schema without ``nullable``, which takes ``null`` as well if it is.
+
+    Tools that people have are often made from descriptions in OpenAPI 3.0, whose authors expect ``null`` there: also
+    next to ``enum`` and ``$ref``, where that specification left it open.
+    """
+    found = {key: value for key, value in schema.items() if key != "nullable"}
+    if schema["nullable"] is not True:
+        return found
+    kinds = found.get("type")
+    if kinds is not None and not found.keys() & set(_OF_VALUES):
+        kinds = [kinds] if isinstance(kinds, str) else kinds
+        return {**found, "type": [*kinds, *(["null"] if "null" not in kinds else [])]}
+    definitions: dict[str, Any] = {key: found.pop(key) for key in ("$defs", "definitions") if key in found}
+    return {**definitions, "anyOf": [found, {"type": "null"}]} if found else definitions
 
 
 def _anchors(root: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -121,6 +121,7 @@ class _Rules:
         form, name = self._form, str(function["name"])
         shown = _quoted(json.dumps(name) if form.quotes_name else name)
         schema = function.get("parameters") or {"type": "object"}
+        schema = {key: value for key, value in schema.items() if key != "nullable"}  # arguments are an object
         shown += r' ":" /[0-9]{1,4}/' if form.has_index else ""
         head, tail = f"call_{index}: {shown} {self._literal(form.middle)}", self._literal(form.end)
         if form.delimiter is not None:

@@ -15,7 +15,7 @@ from torchax_serve.sampling.schema_facts import PARTS
 from torchax_serve.server.errors import bad_request
 
 _ANNOTATIONS = {"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"}
-_ANNOTATIONS |= {"$schema", "$id", "$comment", "$defs", "definitions", "nullable"}
+_ANNOTATIONS |= {"$schema", "$id", "$comment", "$defs", "definitions"}
 _NUMBER_KEYS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
 _KEYS: Mapping[str, set[str]] = {
     "string": {"minLength", "maxLength", "pattern"},
@@ -90,8 +90,7 @@ class DialectRules:
             _check_keys(schema, set())
             return self._any()
         _check_keys(schema, {"type"}.union(*(_KEYS.get(kind, set()) for kind in kinds)))
-        terms = [self._of_kind(kind, schema) for kind in kinds]
-        return self._one_of([*terms, '"null"'] if schema.get("nullable") is True else terms)
+        return self._one_of([self._of_kind(kind, schema) for kind in kinds])
 
     def _combined(self, schema: Mapping[str, Any]) -> str:
         """Returns a term for the values that follow a combined schema."""

@@ -51,11 +51,14 @@ def _properties(schema: Any, root: Mapping[str, Any]) -> dict[str, Any]:
 def types_of(schema: Any, root: Mapping[str, Any]) -> list[str]:
     """Returns the types of the values that follow a schema, the likeliest first."""
     found: list[str] = []
+    is_nullable = False
     for part in parts_of(schema, root):
-        found += _own_types(part)
-        if part is schema and found:  # parts say no more
+        own = _own_types(part)
+        found += own
+        is_nullable = is_nullable or part.get("nullable") is True
+        if part is schema and own:  # parts say no more
             break
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys([*found, "null"] if is_nullable and found else found))
 
 
 def _own_types(schema: Mapping[str, Any]) -> list[str]:
@@ -68,7 +71,7 @@ def _own_types(schema: Mapping[str, Any]) -> list[str]:
         found = [_KINDS.get(type(value), "string") for value in schema["enum"]]
     else:
         found = [kind for key, kind in _OF_KEYWORD.items() if key in schema][:1]
-    return [*found, "null"] if schema.get("nullable") is True else found
+    return found
 
 
 def values_of(schema: Any, root: Mapping[str, Any]) -> list[Any] | None:
