@@ -102,7 +102,12 @@ def install() -> None:
         if func is as_strided and _is_part(args[0]):
             args = _of_base(*args, **kwargs)
             kwargs = {}
-        result = theirs(func, types, args, kwargs)
+        try:
+            result = theirs(func, types, args, kwargs)
+        except jax.errors.ConcretizationTypeError as error:
+            if not hasattr(error, "torch_operator"):  # the innermost one knows best
+                error.torch_operator = getattr(func, "__name__", "_").partition(".")[0]  # type: ignore[attr-defined]
+            raise
         _note(theirs, func, kind, types, args, kwargs, result)
         return result
 

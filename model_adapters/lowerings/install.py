@@ -23,6 +23,7 @@ from model_adapters.lowerings import (
     masked_writes,
     resize,
     special_cases,
+    spectral,
     written_results,
 )
 from model_adapters.lowerings.convolution import _conv2d, _convolution
@@ -94,6 +95,7 @@ def install() -> None:
     linear_algebra.install()
     masked_writes.install()
     special_cases.install()
+    spectral.install()
     set_lowering(torch.nn.functional.embedding_bag, _embedding_bag)
     set_lowering(torch.ops.aten.index_add, _index_add)
     set_in_place(torch.ops.aten.index_add_, torch.ops.aten.index_add)

@@ -337,8 +337,10 @@ class ModuleRuntime:
                 "others, or lower them by torchax_serve.lower"
             )
         if isinstance(error, jax.errors.ConcretizationTypeError):
+            operator = getattr(error, "torch_operator", "_")
+            reader = "one that" if operator.startswith("_") else f"{operator}, which"
             return UnsupportedModelError(
-                f"{name}: expected code whose steps do not depend on the values of tensors, got one that reads a value "
+                f"{name}: expected code whose steps do not depend on the values of tensors, got {reader} reads a value "
                 f"({line_of(error)}); write it with torch.where, or leave this part in PyTorch"
             )
         lines = str(error).strip().splitlines() or [""]
