@@ -15,6 +15,7 @@
     │   └── QueueTokensError    more tokens of prompts wait than it lets wait
     ├── RequestError            a request that was taken has failed
     │   ├── NoTokenLeftError    its options forbid every token
+    │   ├── UnsafeImageError    the pipeline's safety checker has removed the image
     │   └── DeadlineError       its time limit has passed
     │       └── QueueDeadlineError  its time limit for waiting has passed, before it began
     └── OutOfMemoryError        weights or cache do not fit; says how much was needed
@@ -102,6 +103,10 @@ class NoTokenLeftError(RequestError):
     def __reduce__(self) -> tuple[type[NoTokenLeftError], tuple[Sequence[str], int, str | None]]:
         """Returns what pickle makes it of: the arguments, not the message."""
         return type(self), (self.options, self.num_tokens, self.reason)
+
+
+class UnsafeImageError(RequestError):
+    """The safety checker of a pipeline has removed an image."""
 
 
 class DeadlineError(RequestError):

@@ -45,7 +45,7 @@ class RunningServer:
         if self.thread.is_alive():
             self.server.stop()
         self.thread.join(60)
-        for engine in (self.model._engine, self.model._single_engine):
+        for engine in map(vars(self.model).get, ("_engine", "_single_engine")):
             if isinstance(engine, Engine):  # it was drained with its server, and others go on with it
                 engine.admission.refusal = None
         assert not self.thread.is_alive()

@@ -23,6 +23,7 @@ from model_adapters.errors import (
     QueueTokensError,
     RequestError,
     TorchaxServeError,
+    UnsafeImageError,
     UnsupportedArgumentError,
     UnsupportedModelError,
 )
@@ -79,6 +80,7 @@ __all__ = [
     "SpeechModel",
     "TextStream",
     "TorchaxServeError",
+    "UnsafeImageError",
     "UnsupportedArgumentError",
     "UnsupportedModelError",
     "VisionModel",

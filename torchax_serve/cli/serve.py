@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from model_adapters.errors import InvalidArgumentError
+from model_adapters.errors import InvalidArgumentError, IsPipelineError
 from model_adapters.loading.model_source import bundle_folder
 from torchax_serve.cli.shared.command import Command
 from torchax_serve.cli.shared.config_file import ConfigFile
@@ -31,6 +31,7 @@ from torchax_serve.cli.shared.several_models import (
     names_of,
 )
 from torchax_serve.validation.extras import require_package
+from torchax_serve.validation.library_objects import is_cached_pipeline, is_pipeline_folder
 
 if TYPE_CHECKING:
     from torchax_serve.server.model_pool import ModelSpec
@@ -239,26 +240,26 @@ def serve(
     if access.otlp_traces_endpoint is not None:
         require_package("opentelemetry", "--otlp-traces-endpoint", extra="otel", package="opentelemetry-sdk")
     for _, each in named:
-        check_model(each, load.revision)
+        check_model(each, load.revision, takes_pipelines=True)
     check_several(named, _given(address=address, life=life, engine=engine, load=load))
     check_quantization(load.quantization)  # a server that cannot load does not listen first
     options = server_options(address, access, limits, files, several, life)
     log_to_stderr(options.log_format)
-    from torchax_serve.entrypoints.serve import serve_without_pipelines
     from torchax_serve.server.lifespan import Server, end_children
     from torchax_serve.server.model_pool import ModelSpec
     from torchax_serve.text.template_renderer import shared_renderer
 
-    made = engine.options(max_num_waiting=MAX_NUM_WAITING)
+    engine.options()  # wrong ones are an error at once
     load.show_details()
     _warn_if_open(options)
-    load_here = functools.partial(serve_without_pipelines, engine=made, **load.serve_kwargs())
+    load_any = functools.partial(_load, engine=engine)
     if len(named) == 1:
         (names, _), is_watched = named[0], life.watch
+        load_here = functools.partial(load_any, **load.serve_kwargs())
         only = ModelSpec(names, lambda: _loaded(model, load_here, server.context.start, is_watched=is_watched))
         server = Server(options, [only])
     else:
-        server = Server(options, _specs(named, load, functools.partial(serve_without_pipelines, engine=made)))
+        server = Server(options, _specs(named, load, load_any))
     print(*(f"listening on {each}" for each in server.addresses), sep="\n", file=sys.stderr, flush=True)
     try:
         status = server.run()
@@ -269,6 +270,28 @@ def serve(
     logging.shutdown()
     sys.stdout.flush()
     os._exit(status)
+
+
+def _load(model: str | None, *, engine: EngineFlags, **options: Any) -> Any:
+    """Returns a model, or a pipeline, which has no engine.
+
+    Raises:
+        InvalidArgumentError: options of the engine for a pipeline.
+    """
+    from torchax_serve.entrypoints.serve import serve as serve_here
+    from torchax_serve.entrypoints.serve import serve_without_pipelines
+
+    if not (is_pipeline_folder(model) or is_cached_pipeline(model, options.get("revision"))):
+        try:
+            return serve_without_pipelines(model, engine=engine.options(max_num_waiting=MAX_NUM_WAITING), **options)
+        except IsPipelineError:  # known once the hub has listed the files of the model
+            require_package("diffusers", f"MODEL: {model}", extra="diffusion")
+    if engine.given:
+        flag = "--" + next(iter(engine.given)).replace("_", "-")
+        raise InvalidArgumentError(
+            f"{flag}: expected no option of the engine with a pipeline of diffusers, got one; leave it out"
+        )
+    return serve_here(model, **options)
 
 
 def _loaded(model: str | None, load: Callable[..., Any], progress: StartProgress, *, is_watched: bool) -> Any:

@@ -16,8 +16,8 @@ import torch
 
 from model_adapters.errors import (
     InvalidArgumentError,
-    RequestError,
     TorchaxServeError,
+    UnsafeImageError,
     UnsupportedArgumentError,
     UnsupportedModelError,
 )
@@ -27,11 +27,16 @@ from torchax_serve.diffusion.checks import check_pipeline
 from torchax_serve.diffusion.loading import load_pipeline, put_on_jax
 from torchax_serve.distributed.mesh import mesh_for
 from torchax_serve.entrypoints.serve_arguments import PIPELINE, ServeArguments
+from torchax_serve.pooling.queue import PoolingQueue, QueuedTexts, check_wanted
+from torchax_serve.text.prompt import TextFacts
 from torchax_serve.validation.argument_hints import refuses_unknown
 from torchax_serve.validation.library_objects import is_pipeline_folder
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+
+MAX_WAITING_IMAGES = 256
+"""Most images that wait; each takes seconds."""
 
 OnStep = Callable[[int, int], None]
 """Called after each step with its number, from 1, and the number of steps."""
@@ -42,13 +47,25 @@ class ImageModel:
 
     Attributes:
         name: The name by which the pipeline was loaded.
+        class_name: Class of the pipeline.
+        dtype_name: Name of its models' dtype, such as ``float32``.
         pipeline: The diffusers pipeline, whose models run on JAX, for everything that `generate_image` does not cover.
+        methods: Names of its methods for requests, as of models with heads for images.
+        text_facts: What the server asks of models of texts; nothing is known here.
     """
+
+    writes_text = embeds = transcribes = False
+    methods = ("generate_image",)
+    tokenizer = None
 
     def __init__(self, pipeline: Any, name: str) -> None:
         self.name = name
+        self.class_name = type(pipeline).__name__
+        self.dtype_name = str(pipeline.dtype).removeprefix("torch.")
+        self.text_facts = TextFacts(name, False, None, None, None, None)
         self.pipeline: Any = pipeline
         self._lock = threading.Lock()  # a scheduler's state is that of one call
+        self._queue = PoolingQueue(MAX_WAITING_IMAGES)
         pipeline.set_progress_bar_config(disable=True)
 
     def __repr__(self) -> str:
@@ -89,7 +106,7 @@ class ImageModel:
             InvalidArgumentError: an empty prompt, a size or number that the pipeline does not take.
             UnsupportedArgumentError: an argument that this pipeline does not have; names it.
             UnsupportedModelError: the pipeline takes no prompt, or makes no images.
-            RequestError: the pipeline's safety checker has removed an image.
+            UnsafeImageError: the pipeline's safety checker has removed an image.
         """
         given = {
             "negative_prompt": _prompts("negative_prompt", negative_prompt),
@@ -106,7 +123,7 @@ class ImageModel:
         with self._lock, _errors_of_arguments():
             output = self._pipeline()(prompt=prompts, generator=generator, **given, **self._callback(on_step, given))
         if any(getattr(output, "nsfw_content_detected", None) or ()):
-            raise RequestError("the pipeline's safety checker has removed the image; change the prompt or the seed")
+            raise UnsafeImageError("the pipeline's safety checker has removed the image; change the prompt or the seed")
         images: list[Image] = list(output.images)
         for axis, wanted in (("width", width), ("height", height)):
             if wanted is not None and getattr(images[0], axis) != wanted:
@@ -115,6 +132,52 @@ class ImageModel:
                     f"{getattr(images[0], axis)}"
                 )
         return images[0] if isinstance(prompt, str) else images
+
+    async def agenerate_image(
+        self,
+        prompts: Sequence[str],
+        *,
+        seed: int | None = None,
+        timeout_s: float | None = None,
+        queue_timeout_s: float | None = None,
+        **options: Any,
+    ) -> list[Image]:
+        """Returns an image of each prompt, without blocking the event loop.
+
+        Cancelling ends it behind a step. Images are made one by one, image ``i`` by `generate_image` with the seed
+        ``seed + i``: it does not depend on what is made next to it.
+
+        Args:
+            prompts: What to draw.
+            seed: Of the first image's noise; None: a new one for each.
+            timeout_s: Seconds after which the call ends with an error, looked at before each step; None: never.
+            queue_timeout_s: The same for a call that has not begun by then.
+            **options: Of `generate_image`.
+
+        Raises:
+            InvalidArgumentError: as of `generate_image`.
+            QueueFullError: too many images are waiting.
+            DeadlineError: a time limit has passed.
+        """
+
+        def call(items: Sequence[tuple[str, int | None]]) -> list[Any]:
+            found = []
+            for prompt, own in items:
+                check_wanted()
+                found.append(self.generate_image(prompt, seed=own, on_step=lambda *_: check_wanted(), **options))
+            return found
+
+        numbered = [(each, None if seed is None else _seed(seed) + index) for index, each in enumerate(prompts)]
+        return await QueuedTexts(self._queue, object(), call, numbered).run_async(timeout_s, queue_timeout_s)
+
+    def stats(self) -> None:
+        """Returns None: there is no engine."""
+
+    def weight_counts(self) -> tuple[int, int]:
+        """Returns the bytes of the weights, and their numbers."""
+        parts = [each for each in self._pipeline().components.values() if isinstance(each, torch.nn.Module)]
+        tensors = [tensor for part in parts for tensor in part.parameters()]
+        return sum(each.numel() * each.element_size() for each in tensors), sum(each.numel() for each in tensors)
 
     def _pipeline(self) -> Any:
         if self.pipeline is None:
@@ -185,6 +248,7 @@ class ImageModel:
 
     def close(self) -> None:
         """Frees the weights. Closing twice does nothing; any other call afterwards raises."""
+        self._queue.close("the model was closed")
         self.pipeline = None
 
     def save_pretrained(self, save_directory: str | Path, **kwargs: Any) -> None:

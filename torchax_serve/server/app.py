@@ -21,6 +21,7 @@ from torchax_serve.server import (
     adapter_routes,
     audio,
     health,
+    images,
     inference_protocol,
     model_routes,
     openapi,
@@ -113,6 +114,7 @@ ROUTES: tuple[tuple[str, str, Callable[..., Awaitable[Any]]], ...] = (
     ("POST", "/v1/audio/transcriptions", audio.transcriptions),
     ("POST", "/v1/audio/translations", audio.translations),
     ("POST", "/v1/audio/speech", speech.speech),
+    ("POST", "/v1/images/generations", images.generations),
     ("GET", "/v2", inference_protocol.server_metadata),
     ("GET", "/v2/health/live", inference_protocol.live),
     ("GET", "/v2/health/ready", inference_protocol.ready),
@@ -141,7 +143,8 @@ UNSUPPORTED = {
     "/api/create": ("making models", "start a server of a folder, or of a model of the hub"),
     "/api/copy": ("copying models", "give --served-model-name at the start"),
     "/api/push": ("uploading models", "upload a folder by the hub's own client"),
-    "/v1/images/generations": ("image output", "run the diffusion pipeline in Python"),
+    "/v1/images/edits": ("editing of images", "run the pipeline in Python"),
+    "/v1/images/variations": ("variations of images", "run the pipeline in Python"),
 }
 """Paths that clients of other servers may use: what is not supported, and what to do."""
 

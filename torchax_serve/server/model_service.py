@@ -57,6 +57,7 @@ _MODELS: Mapping[str, str] = {
     "embed": "a model with embeddings",
     "rank": "a cross-encoder (ForSequenceClassification with one label) or a model whose files say how it embeds texts",
     "classify": "a classifier of texts (ForSequenceClassification), images or sound",
+    "generate_image": "a pipeline of diffusers",
     "label tokens": "a classifier of tokens (ForTokenClassification)",
     "speak": "a model that speaks, such as VITS",
     "transcribe": "a model that transcribes audio, such as Whisper",
@@ -272,6 +273,8 @@ class ModelService:
     @functools.cached_property
     def _processor(self) -> Any:
         """Processor of images, videos and audio; None for a model of texts."""
+        if hasattr(type(self.model), "agenerate_image"):  # a pipeline, whose parts are its own
+            return None
         try:
             return processor_of(self.model)
         except TorchaxServeError:
@@ -326,6 +329,9 @@ def weight_counts(model: ServedModel) -> tuple[int, int]:
     """Returns the bytes of a model's weights on its devices, and their numbers."""
     import jax
 
+    if (counted := getattr(type(model), "weight_counts", None)) is not None:  # a pipeline
+        found: tuple[int, int] = counted(model)
+        return found
     leaves = [leaf for leaf in jax.tree.leaves(dict(model.device_weights)) if hasattr(leaf, "nbytes")]
     return sum(leaf.nbytes for leaf in leaves), sum(leaf.size for leaf in leaves)
 

@@ -18,6 +18,7 @@ from torchax_serve.server.audio import TranscriptionRequest
 from torchax_serve.server.batch.routes import BatchCreateRequest
 from torchax_serve.server.batch.upload import FileRequest
 from torchax_serve.server.context import context_of
+from torchax_serve.server.images import ImageGenerationRequest
 from torchax_serve.server.inference_protocol import InferRequest
 from torchax_serve.server.infill import InfillRequest
 from torchax_serve.server.model_routes import ModelRequest
@@ -79,6 +80,7 @@ REQUESTS: tuple[type[ApiRequest], ...] = (
     DetokenizeRequest,
     TranscriptionRequest,
     SpeechRequest,
+    ImageGenerationRequest,
     InferRequest,
     ProfileRequest,
     LoadAdapterRequest,

@@ -15,7 +15,9 @@ from torchax_serve.validation.extras import require_package
 from torchax_serve.validation.library_objects import is_cached_pipeline, is_pipeline_folder
 
 
-def check_model(name: str | None, revision: str | None = None, *, with_weights: bool = True) -> None:
+def check_model(
+    name: str | None, revision: str | None = None, *, with_weights: bool = True, takes_pipelines: bool = False
+) -> None:
     """Raises an error unless `name` is a model on this machine or has the form of a hub id.
 
     None is the embedded model.
@@ -24,15 +26,19 @@ def check_model(name: str | None, revision: str | None = None, *, with_weights: 
         name: Name on the command line.
         revision: Revision on the command line.
         with_weights: Whether a configuration without weights is refused.
+        takes_pipelines: Whether it may be a pipeline of diffusers.
 
     Raises:
         ModelNotFoundError: There is no such model.
         InvalidArgumentError: a revision of something that has none, or a configuration where weights are needed.
-        UnsupportedArgumentError: A GGUF file, and the package that reads its header is missing.
+        UnsupportedArgumentError: A GGUF file or a pipeline, and the package that reads it is missing.
     """
     if name is not None and name.lower().endswith(".gguf"):
         require_package("gguf", f"MODEL: {name}")
     if with_weights and (is_pipeline_folder(name) or is_cached_pipeline(name, revision)):
+        if takes_pipelines:
+            require_package("diffusers", f"MODEL: {name}", extra="diffusion")
+            return
         raise InvalidArgumentError(
             f"MODEL: expected a model of transformers, got {name}, a pipeline of diffusers; use torchax-serve draw"
         )

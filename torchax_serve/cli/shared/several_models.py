@@ -9,6 +9,7 @@ from typing import Any
 
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.loading.model_source import public_name
+from torchax_serve.validation.library_objects import is_pipeline_folder
 
 Named = tuple[tuple[str, ...], str | None]
 """Names of a model for requests, none for that which it is loaded by, and the model; None: the embedded one."""
@@ -106,5 +107,7 @@ def file_bytes(model: str | None) -> int:
     path = Path(model or "")
     if model is None or not path.exists():
         return 0
-    files = [path] if path.is_file() else [*path.glob("*.safetensors"), *path.glob("*.bin"), *path.glob("*.gguf")]
+    inside = "**/" if is_pipeline_folder(path) else ""  # which has a folder for each part
+    endings = ("safetensors", "bin", "gguf")
+    files = [path] if path.is_file() else [file for each in endings for file in path.glob(f"{inside}*.{each}")]
     return sum(file.stat().st_size for file in files)

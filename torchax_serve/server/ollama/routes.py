@@ -189,10 +189,16 @@ async def version(request: Request) -> Response:
 
 def _text_config(service: ModelService) -> Any:
     """Returns the configuration of the language model; None of a bundle, which has a part."""
+    if _is_pipeline(service):
+        return None
     try:
         return service.model.config.get_text_config()
     except TorchaxServeError:
         return None
+
+
+def _is_pipeline(service: ModelService) -> bool:
+    return "generate_image" in service.tasks
 
 
 def _entries(service: ModelService, key: ApiKey | None) -> list[dict[str, Any]]:
@@ -228,7 +234,7 @@ def _pooled_entries(models: Sequence[PooledModel], key: ApiKey | None) -> list[d
 
 
 def _details(service: ModelService) -> dict[str, Any]:
-    kind = service.model.model_type
+    kind = service.model.class_name if _is_pipeline(service) else service.model.model_type
     return {
         "parent_model": "",
         "format": "safetensors",
