@@ -67,7 +67,7 @@ class TaskPipeline:
         """Returns the model's inputs for an item; a list of them if it takes several forwards."""
         try:
             made = self._pipeline.preprocess(item, **params)
-            return [dict(each) for each in made] if isinstance(made, Iterator) else dict(made)
+            found = [dict(each) for each in made] if isinstance(made, Iterator) else dict(made)
         except (TorchaxServeError, CallAbandonedError):
             raise
         except Exception as error:  # code of processors raises whatever it likes
@@ -76,3 +76,14 @@ class TaskPipeline:
                 f"input {index}: expected one that the processor of {self._name} reads, got an error of it "
                 f"({lines[0]}); give another size or length"
             ) from error
+        if (
+            isinstance(item, str)
+            and isinstance(found, dict)
+            and "input_ids" in found
+            and not found["input_ids"].numel()
+        ):
+            raise InvalidArgumentError(
+                f"input {index}: expected a text with letters that the tokenizer of {self._name} has, got none of "
+                "them; write numbers and signs as words"
+            )
+        return found
