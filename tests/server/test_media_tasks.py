@@ -15,6 +15,8 @@ import torch
 from PIL import Image
 from running_server import serving
 
+from torchax_serve.server.speech import sentences
+
 pytestmark = pytest.mark.filterwarnings("ignore:Explicitly requested dtype int64:UserWarning")
 
 
@@ -142,6 +144,81 @@ def test_speech(servers):
         )
         quick = model.speak("a small cat", seed=3, speaking_rate=2.0 * model.config.speaking_rate).samples
         assert len(soundfile.read(io.BytesIO(answer.content))[0]) == len(quick)
+
+
+SENTENCES = ["a small cat sat here.", "the cat ran away today!"]
+
+
+def test_streamed_speech_is_that_of_its_sentences(servers):
+    server, model = servers("vits")
+    spoken = [model.speak(each, seed=3).samples for each in SENTENCES]
+    expected = np.clip(np.concatenate(spoken), -1, 1)
+    asked = {"model": "tiny", "voice": "default", "input": " ".join(SENTENCES), "extra_body": {"seed": 3}}
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        streaming = client.audio.speech.with_streaming_response
+        for form in ("pcm", "wav", "opus"):
+            with streaming.create(**asked, response_format=form, stream_format="audio") as answer:
+                data, rate = b"".join(answer.iter_bytes()), int(answer.headers["x-sample-rate"])
+                assert "content-length" not in answer.headers
+            if form == "opus":
+                samples, rate = soundfile.read(io.BytesIO(data))
+                assert abs(len(samples) - len(expected)) <= 960  # the last frame
+                continue
+            begin = 44 if form == "wav" else 0
+            np.testing.assert_allclose(np.frombuffer(data[begin:], "<i2") / 32767, expected, atol=1e-4)
+            if form == "wav":
+                assert len(soundfile.read(io.BytesIO(data))[0]) == len(expected) and rate == 16_000
+        with streaming.create(**asked, response_format="pcm", stream_format="sse") as answer:
+            lines = [line for line in answer.iter_lines() if line]
+    events = [json.loads(line.removeprefix("data: ")) for line in lines]
+    assert [each["type"] for each in events] == ["speech.audio.delta"] * 2 + ["speech.audio.done"]
+    for each, samples in zip(events, spoken, strict=False):
+        own = np.frombuffer(base64.b64decode(each["audio"]), "<i2") / 32767
+        np.testing.assert_allclose(own, np.clip(samples, -1, 1), atol=1e-4)
+    usage = events[-1]["usage"]
+    assert usage["input_tokens"] == usage["total_tokens"] > 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"stream": True}, "response_format: expected pcm, wav, opus with a stream, got mp3"),
+        ({"stream_format": "sse", "response_format": "flac"}, "response_format: expected pcm, wav, opus with a stream"),
+        ({"stream_format": "bytes"}, "stream_format: expected 'audio' or 'sse', got 'bytes'"),
+    ],
+)
+def test_streams_that_cannot_be_are_refused(servers, fields, message):
+    answer = post(servers("vits")[0], "/v1/audio/speech", input=" ".join(SENTENCES), **fields)
+    assert answer.status_code == 400 and answer.json()["error"]["message"].startswith(message)
+
+
+def test_an_error_behind_the_first_sentence_cuts_the_answer(servers):
+    server, _ = servers("vits")
+    asked = {"model": "tiny", "input": f"{SENTENCES[0]} 12345 67890 12345 67890", "response_format": "pcm"}
+    with pytest.raises(httpx.RemoteProtocolError):
+        httpx.post(f"{server.url}/v1/audio/speech", json=asked | {"stream": True}, timeout=60)
+    answer = httpx.post(f"{server.url}/v1/audio/speech", json=asked | {"stream_format": "sse"}, timeout=60)
+    assert "speech.audio.delta" in answer.text and '"error"' in answer.text and "speech.audio.done" not in answer.text
+    asked["input"] = "12345 67890 12345. " + SENTENCES[0]
+    assert httpx.post(f"{server.url}/v1/audio/speech", json=asked | {"stream": True}, timeout=60).status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("Hi.", ["Hi."]),
+        (
+            "Dr. Who lives in this town. Yes? He does, and well.",
+            ["Dr. Who lives in this town.", "Yes? He does, and well."],
+        ),
+        ("A first line of text\nand a second one", ["A first line of text", "and a second one"]),
+        ("これは最初の文であり長い文です。二番目。", ["これは最初の文であり長い文です。 二番目。"]),
+        ("One sentence that is long. So", ["One sentence that is long. So"]),
+        (" ", [" "]),
+    ],
+)
+def test_sentences(text, expected):
+    assert sentences(text) == expected
 
 
 def test_bad_files(servers):

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect
@@ -55,6 +55,7 @@ class EventStream:
         sign: That sign: a comment, or an event without a meaning; None where the form has none.
         failed: Returns the events of an error.
         media_type: Header Content-Type.
+        headers: Further headers.
     """
 
     def __init__(
@@ -64,9 +65,10 @@ class EventStream:
         sign: bytes | None = COMMENT,
         failed: Callable[[ApiError], bytes] = _error_event,
         media_type: bytes = EVENTS,
+        headers: Sequence[tuple[bytes, bytes]] = (),
     ) -> None:
         self._events, self._keep_alive_s, self._sign, self._failed = events, keep_alive_s, sign, failed
-        self._headers = [(b"content-type", media_type), *_HEADERS]
+        self._headers = [(b"content-type", media_type), *_HEADERS, *headers]
         self._sent_s = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
