@@ -2,8 +2,10 @@
 
 import base64
 import contextlib
+import gzip
 import io
 import json
+import zlib
 
 import httpx
 import numpy as np
@@ -310,7 +312,49 @@ def test_open_inference_protocol(servers):
         (tensor(pixels) | {"shape": [-1, 3]}, "inputs[0].shape: expected numbers above 0"),
     ]:
         answer = httpx.post(f"{url}/infer", json={"inputs": [wrong]}, timeout=60)
-        assert answer.status_code == 400 and message in answer.json()["error"]["message"], answer.text
+        assert answer.status_code == 400 and message in answer.json()["error"], answer.text
     answer = httpx.post(f"{url}/infer", json={"inputs": [tensor(pixels)], "outputs": [{"name": "x"}]}, timeout=60)
-    assert answer.status_code == 400 and "expected one of logits" in answer.json()["error"]["message"]
+    assert answer.status_code == 400 and "expected one of logits" in answer.json()["error"]
     assert httpx.get(f"{server.url}/v2/models/other").status_code == 404
+
+
+def test_what_tritonclient_sends_besides(servers):
+    """Versions, compressed bodies, times in microseconds; and errors as text, without which it raises a TypeError."""
+    server, model = servers("vit")
+    pixels = np.random.default_rng(0).normal(size=(1, 3, 32, 32)).astype(np.float32)
+    expected = model.infer({"pixel_values": pixels})["logits"]
+    url = f"{server.url}/v2/models/tiny"
+    body = {"inputs": [tensor(pixels, is_binary=True)], "parameters": {"timeout": 60_000_000, "priority": 2}}
+    head = json.dumps(body).encode()
+    whole, length = head + pixels.tobytes(), {"Inference-Header-Content-Length": str(len(head))}
+    for coding, compress in (("gzip", gzip.compress), ("deflate", zlib.compress)):
+        headers = length | {"Content-Encoding": coding}
+        answer = httpx.post(f"{url}/versions/1/infer", content=compress(whole), headers=headers, timeout=60)
+        np.testing.assert_allclose(answer.json()["outputs"][0]["data"], expected.reshape(-1), atol=1e-5)
+        answer = httpx.post(f"{url}/infer", content=compress(whole)[:-9], headers=headers, timeout=60)
+        assert (answer.status_code, answer.json()["error"].startswith(f"expected a body in {coding}")) == (400, True)
+    bomb = gzip.compress(bytes(server.options.connection.max_body_bytes + 1))
+    answer = httpx.post(f"{url}/infer", content=bomb, headers={"Content-Encoding": "gzip"}, timeout=60)
+    assert answer.status_code == 413 and "expected a body of at most" in answer.json()["error"]
+    answer = httpx.post(f"{url}/infer", content=whole, headers=length | {"Content-Encoding": "br"}, timeout=60)
+    assert (answer.status_code, answer.json()["error"][:40]) == (415, "expected Content-Encoding: gzip or defla")
+    assert httpx.get(url).json()["versions"] == ["1"]
+    for path in (f"{url}/versions/1", f"{url}/versions/1/ready"):
+        assert httpx.get(path).status_code == 200
+    assert httpx.get(f"{url}/versions/2").json() == {
+        "error": "/v2/models: expected version 1 of tiny, got 2; leave it out"
+    }
+    config = httpx.get(f"{url}/config").json()
+    assert config["max_batch_size"] == 0
+    assert config["input"] == [{"name": "pixel_values", "data_type": "TYPE_FP32", "dims": [-1, 3, -1, -1]}]
+    index = httpx.post(f"{server.url}/v2/repository/index", json={}).json()
+    assert index == [{"name": "tiny", "version": "1", "state": "READY"}]
+    for parameters, message in (
+        ({"timeout": -1}, "parameters.timeout: expected microseconds, a whole number >= 0, got -1"),
+        ({"sequence_id": 3}, "parameters: expected binary_data_output, timeout or priority, got sequence_id"),
+    ):
+        answer = httpx.post(f"{url}/infer", json={"inputs": [tensor(pixels)], "parameters": parameters}, timeout=60)
+        assert (answer.status_code, answer.json()["error"]) == (400, message)
+    answer = httpx.post(f"{url}/infer", json={"inputs": [tensor(pixels)], "parameters": {"timeout": 1}}, timeout=60)
+    assert answer.status_code == 504 and isinstance(answer.json()["error"], str)
+    assert isinstance(httpx.post(f"{server.url}/v2/embed", json={}).json()["error"], dict)  # Cohere's

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+from torchax_serve.server import inference_protocol
 from torchax_serve.server.anthropic import errors as anthropic_errors
 from torchax_serve.server.errors import ApiError
 from torchax_serve.server.ollama import errors as ollama_errors
@@ -19,6 +20,7 @@ def error_body(error: ApiError, path: str, request_id: str) -> bytes:
     """
     if anthropic_errors.is_for(path):
         return json.dumps(anthropic_errors.error_content(error, request_id)).encode()
-    if ollama_errors.is_for(path):
-        return json.dumps(ollama_errors.error_content(error)).encode()
+    for form in (ollama_errors, inference_protocol):
+        if form.is_for(path):
+            return json.dumps(form.error_content(error)).encode()
     return error.body()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import zlib
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar
 
@@ -13,11 +14,13 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from torchax_serve import __version__
-from torchax_serve.server.body import parse_body, read_body
+from torchax_serve.server.body import parse_body, read_body, too_large
 from torchax_serve.server.context import Stage, context_of
 from torchax_serve.server.errors import ApiError, bad_request
 from torchax_serve.server.media_inputs import results
 from torchax_serve.server.model_service import ModelService
+from torchax_serve.server.notes import note_once
+from torchax_serve.server.options import ServerOptions
 from torchax_serve.server.request_fields import ApiRequest, Objects, honoured
 
 HEADER_LEN = "Inference-Header-Content-Length"
@@ -39,16 +42,49 @@ _NAMES = {np.dtype(kind): name for name, kind in DTYPES.items()}
 _RANKS = {"pixel_values": 4, "input_values": 2, "input_features": 3, "input_ids": 2, "past_values": 2}
 """Dimensions of a model's main input."""
 MAX_RANK = 8
+VERSION = "1"
+"""Version of every model: a server has one of each."""
+_CODINGS = {"gzip": 31, "deflate": 15}
+"""Compressions of bodies, and zlib's number for their heads."""
+ROUTES = "/v2/"
+"""Beginning of the paths whose errors have this protocol's form, without those of `_OTHERS`."""
+_OTHERS = ("/v2/embed", "/v2/rerank")
 
 
 class InferRequest(ApiRequest):
     """Body of ``/v2/models/{model}/infer``; binary tensors follow the JSON."""
 
-    routes: ClassVar[tuple[str, ...]] = ("/v2/models/{model:path}/infer",)
+    routes: ClassVar[tuple[str, ...]] = (
+        "/v2/models/{model:path}/infer",
+        "/v2/models/{model:path}/versions/{version}/infer",
+    )
     inputs: Annotated[Objects, honoured("`name`, `shape`, `datatype`, `data` or `parameters.binary_data_size`")]
     outputs: Annotated[Objects | None, honoured("`name`, `parameters.binary_data`; all outputs by default")] = None
     id: Annotated[str | None, honoured("returned with the answer")] = None
-    parameters: Annotated[dict[str, Any] | None, honoured("`binary_data_output`; others are refused")] = None
+    parameters: Annotated[
+        dict[str, Any] | None,
+        honoured("`binary_data_output`; `timeout` in microseconds; `priority` changes nothing; others are refused"),
+    ] = None
+
+
+def error_content(error: ApiError) -> dict[str, Any]:
+    """Returns the body of an error: ``{"error": "..."}``."""
+    return {"error": error.message}
+
+
+def is_for(path: str) -> bool:
+    """Returns whether errors of a path have this form."""
+    return path.startswith(ROUTES) and path not in _OTHERS
+
+
+async def repository_index(request: Request) -> Response:
+    """Lists the models with their versions, as Triton's index does."""
+    context, key = context_of(request), request.state.key
+    loaded = {name for service in context.loaded for name in service.names}
+    names = [name for name in context.model_names if key is None or key.allows(name)]
+    return JSONResponse(
+        [{"name": each, "version": VERSION, "state": "READY" if each in loaded else "UNAVAILABLE"} for each in names]
+    )
 
 
 async def server_metadata(request: Request) -> Response:
@@ -87,22 +123,49 @@ async def model_metadata(request: Request) -> Response:
     ]
     inputs = [{"name": model.main_input, "datatype": kind, "shape": shape}]
     return JSONResponse(
-        {"name": service.name, "versions": [], "platform": "jax_torchax", "inputs": inputs, "outputs": outputs}
+        {"name": service.name, "versions": [VERSION], "platform": "jax_torchax", "inputs": inputs, "outputs": outputs}
     )
+
+
+async def model_config(request: Request) -> Response:
+    """Returns the inputs of a model in the form of Triton's configuration."""
+    service = await _service(request)
+    metadata = json.loads((await model_metadata(request)).body)
+    parts = {
+        kind: [
+            {"name": each["name"], "data_type": f"TYPE_{each['datatype']}", "dims": each["shape"]}
+            for each in metadata[f"{kind}s"]
+        ]
+        for kind in ("input", "output")
+    }
+    # A batch is a dimension of the tensors here, which Triton's 0 says.
+    return JSONResponse({"name": service.name, "platform": metadata["platform"], "max_batch_size": 0, **parts})
 
 
 async def infer(request: Request) -> Response:
     """Returns the outputs of a model's forward for tensors."""
     service = await _service(request)
-    data = await read_body(request, context_of(request).options)
+    limits = context_of(request).options
+    data = await read_body(request, limits)
+    data = await service.run(_decompressed, request.headers.get("content-encoding"), data, limits)
     head, rest = _split(request, data)
     body = InferRequest.parse(parse_body(head, context_of(request).options))
     arrays = await service.run(_inputs, body.inputs, rest)
-    if unknown := (body.parameters or {}).keys() - {"binary_data_output"}:
-        raise bad_request(f"parameters: expected binary_data_output, got {min(unknown)[:60]}", "parameters")
+    parameters = body.parameters or {}
+    if unknown := parameters.keys() - {"binary_data_output", "timeout", "priority"}:
+        raise bad_request(
+            f"parameters: expected binary_data_output, timeout or priority, got {min(unknown)[:60]}", "parameters"
+        )
+    if parameters.get("priority"):
+        note_once("/v2: priority changes nothing; requests are computed as they come")
+    timeout_us = parameters.get("timeout")
+    if timeout_us is not None and (type(timeout_us) is not int or timeout_us < 0):
+        message = f"parameters.timeout: expected microseconds, a whole number >= 0, got {str(timeout_us)[:40]}"
+        raise bad_request(message, "parameters", "invalid_value")
     model: Any = service.model
-    found = await results(request, model.ainfer, arrays)
-    is_binary = bool((body.parameters or {}).get("binary_data_output", False))
+    timeout_s = timeout_us / 1e6 if timeout_us else None  # 0 is none, as in Triton
+    found = await results(request, model.ainfer, arrays, timeout_s=timeout_s)
+    is_binary = bool(parameters.get("binary_data_output", False))
     wanted = _wanted(body.outputs, found, is_binary)
     answer = {"model_name": service.name, "id": body.id} if body.id is not None else {"model_name": service.name}
     content, head_len = await service.run(_encoded, answer, {name: found[name] for name in wanted}, wanted)
@@ -115,11 +178,14 @@ async def _service(request: Request) -> ModelService:
     """Returns the model in the path, which has heads for images or sound.
 
     Raises:
-        ApiError: 404 if there is no such model, or it is one of texts.
+        ApiError: 404 if there is no such model or version, or it is one of texts.
     """
     context, name = context_of(request), request.path_params["model"]
+    version = request.path_params.get("version", VERSION)
     service = context.only_service() or await context.take(request, name)
     service.check_name(name, request.state.key)
+    if version != VERSION:
+        raise ApiError(404, f"/v2/models: expected version {VERSION} of {name}, got {version[:40]}; leave it out")
     if not hasattr(type(service.model), "ainfer"):
         raise ApiError(
             404,
@@ -127,6 +193,30 @@ async def _service(request: Request) -> ModelService:
             f"are {', '.join(service.tasks)}",
         )
     return service
+
+
+def _decompressed(coding: str | None, data: bytes, options: ServerOptions) -> bytes:
+    """Returns the body as it was before its compression.
+
+    Raises:
+        ApiError: 415 for an unknown compression, 413 if the body is too long, 400 if it is damaged.
+    """
+    coding = (coding or "identity").lower()
+    if coding == "identity":
+        return data
+    if coding not in _CODINGS:
+        raise ApiError(415, f"expected Content-Encoding: {' or '.join(_CODINGS)}, or none, got {coding[:40]}")
+    most = options.connection.max_body_bytes
+    reader = zlib.decompressobj(_CODINGS[coding])
+    try:
+        found = reader.decompress(data, most + 1)
+    except zlib.error as error:
+        raise bad_request(f"expected a body in {coding}, got one that is damaged ({error})") from error
+    if len(found) > most:
+        raise too_large(most)
+    if not reader.eof:
+        raise bad_request(f"expected a body in {coding}, got one that is cut")
+    return found
 
 
 def _split(request: Request, data: bytes) -> tuple[bytes, bytes]:

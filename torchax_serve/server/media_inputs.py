@@ -86,14 +86,17 @@ async def labels_of(
     return await results(request, model.aclassify_audio, files, sampling_rate=model.sampling_rate, top_k=None)
 
 
-async def results(request: Request, call: Any, items: Any, **options: Any) -> Any:
+async def results(request: Request, call: Any, items: Any, *, timeout_s: float | None = None, **options: Any) -> Any:
     """Returns what a method of the model returns, within the limits of the server.
+
+    `timeout_s` is a further one of the request.
 
     Raises:
         ApiError: 400 for what the method refuses.
     """
     limits = context_of(request).options
-    work = call(items, timeout_s=limits.request_timeout_s, queue_timeout_s=limits.queue_timeout_s, **options)
+    most = [each for each in (timeout_s, limits.request_timeout_s) if each is not None]
+    work = call(items, timeout_s=min(most, default=None), queue_timeout_s=limits.queue_timeout_s, **options)
     try:
         return await until_disconnect(request.receive, work)
     except (InvalidArgumentError, UnsupportedModelError) as error:

@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
 from torchax_serve import __version__
+from torchax_serve.server import inference_protocol
 from torchax_serve.server.adapter_routes import LoadAdapterRequest, UnloadAdapterRequest
 from torchax_serve.server.anthropic import errors as anthropic_errors
 from torchax_serve.server.anthropic.schemas import CountTokensRequest, MessagesRequest
@@ -172,7 +173,8 @@ def description(routes: Any, model_names: Sequence[str] = ()) -> dict[str, Any]:
     for method, path, function in routes:
         shown = path.replace(":path}", "}")
         answer: dict[str, Any] = {"description": "The answer."}
-        error = "OllamaError" if ollama_errors.is_for(path) else "Error"
+        is_text = ollama_errors.is_for(path) or inference_protocol.is_for(path)
+        error = "OllamaError" if is_text else "Error"
         error = "AnthropicError" if anthropic_errors.is_for(path) else error
         if (links := _LINKS.get(f"{method} {shown}")) is not None:
             answer["links"] = links
