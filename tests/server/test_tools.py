@@ -182,6 +182,47 @@ def test_bad_tools_are_named(client, fields, param):
     assert caught.value.param == param
 
 
+RESULT = [
+    {"role": "user", "content": "What is 3 plus 4?"},
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"id": "call_1", "type": "function", "function": {"name": "add", "arguments": "{}"}}],
+    },
+    {"role": "tool", "tool_call_id": "call_1", "content": "7"},
+]
+
+
+def test_a_result_stands_next_to_a_message_of_the_user(server):
+    """As agents send them, also to a template that has no tools and takes no two messages of the user in a row."""
+    said = {"role": "user", "content": "Thanks. And 1 plus 1?"}
+    texts = []
+    for messages in ([*RESULT, said], [*RESULT[:2], said, RESULT[2]], [*RESULT[:2], RESULT[2], RESULT[2]]):
+        answer = httpx.post(f"{server.url}/v1/chat/completions/render", json={"model": "tiny", "messages": messages})
+        assert answer.status_code == 200, answer.text
+        texts.append(answer.json()["prompt"])
+    response = "<tool_response>\n7\n</tool_response>"
+    assert f"{response}\n\n{said['content']}" in texts[0] and f"{said['content']}\n\n{response}" in texts[1]
+    assert texts[2].count(response) == 2
+    blocks = [{"type": "tool_result", "tool_use_id": "t", "content": "7"}, {"type": "text", "text": said["content"]}]
+    call = [{"type": "tool_use", "id": "t", "name": "add", "input": {}}]
+    body = {"model": "tiny", "max_tokens": 2, "messages": [RESULT[0], {"role": "assistant", "content": call}]}
+    for content in (blocks, blocks[::-1]):
+        sent = body | {"messages": [*body["messages"], {"role": "user", "content": content}]}
+        assert httpx.post(f"{server.url}/v1/messages", json=sent, timeout=60).status_code == 200
+
+
+def test_an_empty_answer_may_have_no_content(server):
+    texts = []
+    for empty in ({"role": "assistant"}, {"role": "assistant", "content": None}, {"role": "assistant", "content": ""}):
+        messages = [RESULT[0], empty, RESULT[0]]
+        answer = httpx.post(f"{server.url}/v1/chat/completions/render", json={"model": "tiny", "messages": messages})
+        texts.append(answer.json()["prompt"])
+    assert texts[0] == texts[1] == texts[2]
+    messages = [{"role": "user"}]
+    assert httpx.post(f"{server.url}/v1/chat/completions", json={"messages": messages}).status_code == 400
+
+
 def test_tools_of_a_model_without_them_are_called_in_a_common_form(server):
     """Its template has no place for tools: the prompt has them in its text, and answers are read in common forms."""
     plain = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)

@@ -31,6 +31,7 @@ from torchax_serve.server.sampling import renamed_error, sampling_params
 from torchax_serve.server.schemas import ChatRequest
 from torchax_serve.server.sse import EventStream, until_disconnect
 from torchax_serve.server.structured import Grammar, grammar_of, masks_of
+from torchax_serve.server.template_roles import with_users_joined
 from torchax_serve.server.thinking_budget import (
     PROMPT_END_TOKENS,
     asked_budget,
@@ -130,7 +131,10 @@ def render_chat(service: ModelService, body: ChatRequest, plan: ToolPlan) -> Cha
     options, is_cut = chat_options(service, body, plan), body.truncate_prompt_tokens is not None
     if reads_tools(service.template) or not (plan.tools or has_calls(body.messages)):
         return service.chat_prompt(body.messages, options, is_cut=is_cut)
-    *others, last = with_tools_as_text(body.messages, plan.tools, service.template)
+    found = with_tools_as_text(body.messages, plan.tools, service.template)
+    if has_calls(body.messages) and not service.roles.takes_users_in_a_row:  # results are messages of the user now
+        found = [with_users_joined(each) for each in found]
+    *others, last = found
     for messages in others:
         with contextlib.suppress(ChatTemplateError):
             return service.chat_prompt(messages, options, is_cut=is_cut)

@@ -51,7 +51,8 @@ def _message(where: str, message: Mapping[str, Any], template: str, audio_rate: 
     if not isinstance(role, str):
         raise bad_request(f"{where}.role: expected a string, got {short_repr(role)}", f"{where}.role", "invalid_value")
     found = {key: value for key, value in message.items() if _is_shown(key, value, role, template)}
-    if found.get("content", "") is None and not message.get("tool_calls"):
+    content = found.get("content", None if role == "assistant" else "")  # which clients leave out of empty answers
+    if content is None and not message.get("tool_calls"):
         found["content"] = ""
     if role == "developer" and "developer" not in template:
         found["role"] = "system"
