@@ -384,6 +384,34 @@ def test_nullable_of_openapi_takes_null(name, is_nullable):
         assert not takes(schema, {"v": value}), value
 
 
+# Schemas as serializers and other interfaces write them: (schema of a value, values that it takes, others)
+AS_WRITTEN = {
+    "null keywords": (
+        {"type": "string", "minLength": None, "maxLength": 2, "pattern": None, "enum": None, "description": None},
+        ["ab"],
+        ["abc", 1],
+    ),
+    "null lists": ({"type": "object", "properties": {"a": INTEGER}, "required": None}, [{}, {"a": 1}], [{"a": "x"}]),
+    "null properties": ({"type": "object", "properties": None, "anyOf": None}, [{}], [1]),
+    "null constant": ({"const": None}, [None], [1]),
+    "capitals": ({"type": "OBJECT", "properties": {"a": {"type": "INTEGER"}}}, [{"a": 1}], [{"a": "x"}, 1]),
+    "several capitals": ({"type": ["STRING", "NULL"], "maxLength": 1}, ["a", None], ["ab", 1]),
+    "any": ({"type": "any"}, [1, "a", None, [1]], []),
+    "any of a list": ({"type": "array", "items": {"type": "any", "description": "x"}}, [[1, "a"]], [1]),
+    "names": ({"type": "object", "properties": {"type": {"type": "STRING"}}}, [{"type": "x"}], [{"type": 1}]),
+}
+
+
+@pytest.mark.parametrize("name", AS_WRITTEN)
+def test_schemas_are_read_as_they_are_meant(name):
+    own, taken, refused = AS_WRITTEN[name]
+    schema = {"type": "object", "properties": {"v": own}, "required": ["v"]}
+    for value in taken:
+        assert takes(schema, {"v": value}), value
+    for value in refused:
+        assert not takes(schema, {"v": value}), value
+
+
 def test_an_answer_may_be_null_as_a_whole():
     schema = {
         "type": "object",

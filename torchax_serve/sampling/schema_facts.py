@@ -22,6 +22,18 @@ _LITERAL = re.compile(r"(?:\\[./\-+*?()\[\]{}^$]|[\w/:@#%&=,;~ -])(?![?*{])", re
 _ALL = frozenset({"string", "integer", "number", "boolean", "null", "array", "object"})
 
 
+def types_in(schema: Mapping[str, Any]) -> Any:
+    """Returns the types of a schema, in small letters; None for a value of any type."""
+    kinds = schema.get("type")
+    names = {each.upper(): each for each in _ALL} | {"any": None, "ANY": None}
+    if isinstance(kinds, str):
+        return names.get(kinds, kinds)
+    if not isinstance(kinds, list):
+        return kinds
+    found = [names.get(each, each) if isinstance(each, str) else each for each in kinds]
+    return None if None in found else found
+
+
 def target_of(reference: Any, root: Any) -> Any:
     """Returns the part of a schema that a reference names; None for one that names none in it."""
     parts = str(reference).split("/")

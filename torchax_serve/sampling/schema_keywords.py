@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from urllib.parse import unquote
 
 from model_adapters.errors import InvalidArgumentError
-from torchax_serve.sampling.schema_facts import NO_RULES, PARTS, target_of
+from torchax_serve.sampling.schema_facts import NO_RULES, PARTS, target_of, types_in
 from torchax_serve.sampling.schema_negation import MAX_LEVEL, TYPES, all_of, any_of, is_same, negation_of
 
 MAX_NODES = 40_000
@@ -105,6 +105,7 @@ class _Expansion:
         for key in _UNKNOWN:
             if key in schema:
                 raise InvalidArgumentError(f"expected a schema without {key}, got one; write $ref")
+        schema = _as_meant(schema)
         if "nullable" in schema:
             return self._schema(_with_null(schema))
         found = _mapped(_without_neutral(schema), self._schema)
@@ -140,6 +141,21 @@ class _Expansion:
             reference = "#" + reference[len(base.rstrip("#")) :].lstrip("#")
         found = self._anchors.get(reference)
         return target_of(unquote(reference), self._source) if found is None else found
+
+
+def _as_meant(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns a schema without keywords that are null, and with types as JSON Schema names them.
+
+    Serializers of many languages write null for what is not set. Google's interfaces name types in capitals, and
+    "any" is what others call a value of any type.
+    """
+    found = {key: value for key, value in schema.items() if value is not None or key == "const"}
+    kinds = types_in(found)
+    if kinds is None:
+        found.pop("type", None)
+    else:
+        found["type"] = kinds
+    return found
 
 
 def _with_null(schema: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torchax_serve.sampling.schema_facts import parts_of, target_of
+from torchax_serve.sampling.schema_facts import parts_of, target_of, types_in
 
 _KINDS: Mapping[type, str] = {
     str: "string",
@@ -62,7 +62,7 @@ def types_of(schema: Any, root: Mapping[str, Any]) -> list[str]:
 
 
 def _own_types(schema: Mapping[str, Any]) -> list[str]:
-    declared = schema.get("type")
+    declared = types_in(schema)
     if declared is not None:
         found = [declared] if isinstance(declared, str) else [each for each in declared if isinstance(each, str)]
     elif "const" in schema:
