@@ -17,6 +17,7 @@ from model_adapters.errors import UnsupportedModelError
 def install() -> None:
     """Registers the lowerings in torchax's table."""
     set_lowering(torch.ops.aten.polygamma.default, _polygamma)
+    set_lowering(torch.ops.aten.digamma, lambda x: _digamma(x if jnp.issubdtype(x.dtype, jnp.inexact) else x * 1.0))
     set_lowering(torch.ops.aten.ldexp, lambda x, exponent: x * jnp.exp2(exponent.astype(jnp.float32)))
     set_lowering(torch.ops.aten._safe_softmax, _safe_softmax)
     set_lowering(torch.ops.aten.max_unpool2d, _max_unpool)
@@ -27,11 +28,27 @@ def install() -> None:
     _group_norm_of_nothing()
 
 
+@jax.custom_jvp
+def _digamma(x: jax.Array) -> jax.Array:
+    """Computes ``torch.digamma``; JAX's derivative of it is another one for negative numbers."""
+    return jax.scipy.special.digamma(x)
+
+
+@_digamma.defjvp
+def _digamma_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    (x,), (tangent,) = primals, tangents
+    mirrored = jnp.where(x < 0, 1 - x, x)
+    slope = jax.scipy.special.polygamma(1, mirrored)
+    rest = x - jnp.round(x)  # a period of the sine, in which it is exact
+    slope = jnp.where(x < 0, (jnp.pi / jnp.sin(jnp.pi * jnp.where(x < 0, rest, 0.5))) ** 2 - slope, slope)
+    return _digamma(x), slope * tangent
+
+
 def _polygamma(n: int, x: jax.Array) -> jax.Array:
     """Computes ``torch.polygamma`` for `n` of 0; JAX has the others for positive numbers alone."""
     if n:
         raise UnsupportedModelError(f"polygamma: expected n=0, got {n}, which JAX does not have for negative numbers")
-    return jax.scipy.special.digamma(x)
+    return _digamma(x)
 
 
 def _safe_softmax(x: jax.Array, dim: int, dtype: Any = None) -> jax.Array:

@@ -14,7 +14,7 @@ from model_adapters.lowerings import linear_algebra
 from pytree_registry.torchax_import import REMOVED
 
 SAMPLE = (
-    "allclose arange cdist cholesky_inverse cholesky_solve ldexp lu_unpack native_layer_norm searchsorted "
+    "allclose arange cdist cholesky_inverse cholesky_solve digamma ldexp lu_unpack native_layer_norm searchsorted "
     "linalg.solve nn.functional.conv_transpose2d"
 ) + (" cholesky" if hasattr(torch.ops.aten, "cholesky") else "")
 """torch has no `cholesky` beside that of ``torch.linalg`` from 2.14 on."""
