@@ -44,9 +44,9 @@ def test_a_prompt_that_would_wait_with_too_many_tokens_is_429(http, server, mode
     ],
 )
 def test_a_proxy_sets_the_priority_by_vllms_header(http, model, monkeypatch, route, body):
-    seen, make = [], model.engine._entries.make
+    seen, make = [], model.engine._input_processor.make
     monkeypatch.setattr(
-        model.engine._entries, "make", lambda request: (seen.append(request.priority), make(request))[1]
+        model.engine._input_processor, "make", lambda request: (seen.append(request.priority), make(request))[1]
     )
     body |= {"model": "tiny"}
     for headers, given in (({}, {}), ({}, {"priority": 3}), ({"X-Vllm-Priority": "-7"}, {"priority": 3})):
