@@ -36,7 +36,7 @@ print(*(name for name in sys.modules if name in unneeded))
 
 AS_IT_WAS = """
 import os
-import torch
+import jax, torch, transformers.modeling_utils  # which set variables of the environment themselves
 
 def forked():
     with torch.random.fork_rng():
