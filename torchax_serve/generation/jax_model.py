@@ -47,7 +47,7 @@ from torchax_serve.multimodal.encoder_programs import compiled_encoders
 from torchax_serve.multimodal.placeholders import check_has_media
 from torchax_serve.runtime.call_arguments import all_on_host, on_host
 from torchax_serve.runtime.capabilities import as_transformers_output
-from torchax_serve.runtime.compiled_encoder import compiled_encoder
+from torchax_serve.runtime.compiled_encoder import CompiledEncoder
 from torchax_serve.runtime.model_generate import absorb_processors, without_model_options
 from torchax_serve.runtime.model_runtime import ModelRuntime
 from torchax_serve.runtime.padding import check_rows
@@ -208,7 +208,7 @@ class JaxModelMixin:
         encoder = super().get_encoder(*args, **kwargs)  # type: ignore[misc]
         if encoder is self or in_torch_mode() or "_jax_runtime" not in vars(self):  # a copy gets its runtime at the end
             return encoder
-        return compiled_encoder(self._jax_runtime, encoder)
+        return CompiledEncoder(self._jax_runtime, encoder)
 
     def load_custom_generate(
         self, pretrained_model_name_or_path: str | None = None, trust_remote_code: bool | None = None, **kwargs: Any

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import inspect
 from typing import Any
@@ -14,7 +13,6 @@ from transformers.utils import ModelOutput
 from model_adapters.bridge.views import to_jax_array, to_torch_tensor
 from model_adapters.device_arrays import to_device
 from model_adapters.errors import InvalidArgumentError, UnsupportedModelError
-from model_adapters.once import once
 from model_adapters.program.model_program import CallSpec
 from model_adapters.program.padding_safety import masked_tokens_are_ignored
 from torchax_serve.buckets import next_bucket
@@ -26,48 +24,40 @@ FLAGS = ("output_hidden_states", "output_attentions")
 
 
 class CompiledEncoder:
-    """First base of the classes of encoders in ``generate``: its call is compiled."""
-
-    _jax_encoder: ModelRuntime
-    forward: Any  # of the encoder's class
-
-    def __call__(self, *args: Any, **kwargs: Any) -> ModelOutput | tuple[Any, ...]:
-        """Runs the encoder's forward, torch tensors in and out."""
-        runtime, signature = self._jax_encoder, inspect.signature(self.forward)
-        given = dict(signature.bind(*args, **kwargs).arguments)
-        rest = [n for n, p in signature.parameters.items() if p.kind is p.VAR_KEYWORD]
-        for name in rest:
-            given.update(given.pop(name, {}))
-        given = {name: value for name, value in given.items() if value is not None}
-        return_dict = given.pop("return_dict", True)
-        hidden, attentions = (bool(given.pop(flag, getattr(runtime.config, flag, False))) for flag in FLAGS)
-        spec = CallSpec(output_hidden_states=hidden, output_attentions=attentions)
-        output = runtime.program.output_class(**encode(runtime, given, spec))
-        return output if return_dict else output.to_tuple()
-
-
-def compiled_encoder(runtime: ModelRuntime, encoder: Any) -> Any:
-    """Returns a copy of `encoder` whose call is compiled; all its parts are the encoder's own.
+    """Replaces the encoder in ``generate``: runs it compiled, forwards every other attribute.
 
     Raises:
         UnsupportedModelError: the encoder is none of the model's parts.
     """
-    module = runtime.program.module
-    found = (name for name, child in module.named_modules() if child is encoder)
-    name = next(found, None) if runtime.encoder is None else runtime.encoder.name
-    if name is None:
-        raise UnsupportedModelError(
-            f"expected an encoder that is a part of {type(module).__name__}, got {type(encoder).__name__}"
-        )
-    copied = copy.copy(encoder)
-    copied.__class__ = _compiled_class(type(encoder))
-    vars(copied)["_jax_encoder"] = runtime.submodule(name)
-    return copied
 
+    def __init__(self, runtime: ModelRuntime, encoder: torch.nn.Module) -> None:
+        module = runtime.program.module
+        found = (name for name, child in module.named_modules() if child is encoder)
+        name = next(found, None) if runtime.encoder is None else runtime.encoder.name
+        if name is None:
+            raise UnsupportedModelError(
+                f"expected an encoder that is a part of {type(module).__name__}, got {type(encoder).__name__}"
+            )
+        self._encoder = encoder
+        self._runtime = runtime.submodule(name)
+        self.forward = encoder.forward  # for its signature, which transformers reads
 
-@once
-def _compiled_class(cls: type) -> type:
-    return type(cls.__name__, (CompiledEncoder, cls), {"__module__": cls.__module__})
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._encoder, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> ModelOutput | tuple[Any, ...]:
+        """Runs the encoder's forward, torch tensors in and out."""
+        given = dict(inspect.signature(self.forward).bind(*args, **kwargs).arguments)
+        rest = [n for n, p in inspect.signature(self.forward).parameters.items() if p.kind is p.VAR_KEYWORD]
+        for name in rest:
+            given.update(given.pop(name, {}))
+        given = {name: value for name, value in given.items() if value is not None}
+        return_dict = given.pop("return_dict", True)
+        hidden, attentions = (bool(given.pop(flag, getattr(self._runtime.config, flag, False))) for flag in FLAGS)
+        spec = CallSpec(output_hidden_states=hidden, output_attentions=attentions)
+        fields = encode(self._runtime, given, spec)
+        output = self._runtime.program.output_class(**fields)
+        return output if return_dict else output.to_tuple()
 
 
 def encode(runtime: ModelRuntime, given: dict[str, Any], spec: CallSpec) -> dict[str, Any]:
