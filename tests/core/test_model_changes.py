@@ -346,7 +346,7 @@ def test_parts_that_change_a_model_which_nobody_has(monkeypatch, part):
         if part == "config":
             model.config.rms_norm_eps = 0.5
         elif part == "class":
-            layer = type(vars(model)["_module"].model.norm)
+            layer = type(model._module.model.norm)
             forward = layer.forward
             monkeypatch.setattr(layer, "forward", lambda self, x: -forward(self, x))
         else:

@@ -52,8 +52,7 @@ def test_requests_share_steps_and_prefixes(llama):
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param({"max_num_batched_tokens": 8}, id="short steps"),
-        pytest.param({"kv_cache_memory_bytes": 100 << 10}, id="preemption"),
+        pytest.param({"max_num_batched_tokens": 8, "kv_cache_memory_bytes": 100 << 10}, id="short steps, preemption"),
         pytest.param({"speculative": {"method": "ngram", "num_speculative_tokens": 3}}, id="drafts"),
     ],
 )

@@ -99,6 +99,7 @@ class Processor:
 class Model:
     name = "tiny"
     torch_model = torch.nn.Identity()
+    torch_model.dtype = torch.float32
 
     def __init__(self, processor):
         self._processor = lambda: processor
