@@ -7,8 +7,9 @@ import inspect
 import os
 import secrets
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Self
 
 import jax
@@ -51,12 +52,15 @@ class ImageModel:
         dtype_name: Name of its models' dtype, such as ``float32``.
         pipeline: The diffusers pipeline, whose models run on JAX, for everything that `generate_image` does not cover.
         methods: Names of its methods for requests, as of models with heads for images.
+        text_tokenizer, running_engines, adapters: As of a `ServedModel`, which has more of them.
         text_facts: What the server asks of models of texts; nothing is known here.
     """
 
     writes_text = embeds = transcribes = False
     methods = ("generate_image",)
-    tokenizer = None
+    text_tokenizer = None
+    running_engines: Sequence[Any] = ()
+    adapters: Mapping[str, str] = MappingProxyType({})
 
     def __init__(self, pipeline: Any, name: str) -> None:
         self.name = name
