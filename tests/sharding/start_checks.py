@@ -35,7 +35,7 @@ def check_bundles(model_of, prompts, meshes):
             with serve(model_of(), engine=SIZES, mesh=mesh) as served:
                 served.export(Path(folder, "bundle"), reference=False)
             with serve(Path(folder, "bundle")) as bundle:
-                devices = {len(array.sharding.device_set) for array in bundle._weights.values()}
+                devices = {len(array.sharding.device_set) for array in bundle.device_weights.values()}
                 assert devices == {mesh["model"] * mesh.get("expert", 1)}
                 found = answers(bundle, prompts)
         assert found == wanted, f"{name}: {found} is not {wanted}"

@@ -149,7 +149,7 @@ class Ingress:
         except ClientDisconnect:
             return
         except ApiError as error:
-            await _send_error(error, error.body(), scope, send)  # as the protocol class: the route is not looked at
+            await _send_error(error, error_body(error, scope["path"], request_id_of(scope)), scope, send)
             return
         path, has_begun = request["scope"]["path"], False
         try:
