@@ -97,7 +97,7 @@ class PagedTraceCache(Cache):
         if len(self.layers) != self.num_layers:
             raise NotPackableError(f"the code adds {len(self.layers) - self.num_layers} layers to its cache")
         for index, layer in enumerate(self.layers):
-            if isinstance(layer, PagedLayer) and not layer.num_updates == layer.num_attended == 1:
+            if isinstance(layer, PagedLayer) and not (layer.num_updates == 1 and layer.num_attended):
                 raise NotPackableError(
                     f"layer {index} attends {layer.num_attended} times through transformers' attention interface "
                     f"and updates its cache {layer.num_updates} times"
@@ -176,7 +176,7 @@ def attend_paged(
     # A mask without a window, over no more tokens than the layer's window has, hides nothing that the window shows.
     if layer.window is not None and reach > layer.window:
         raise NotPackableError(f"a layer with a window of {layer.window} has a mask with one of {window}")
-    layer.num_attended += 1
+    write.attend_with(key)
     # Turned before the batch of one is dropped: XLA does not see through a reshape that two turns are none.
     q, k, v = (x.transpose(1, 2)[0] for x in (query, key, write.values))  # [T, heads, dim]
     media = layer.batch.media

@@ -6,6 +6,7 @@ They refuse anything that does not go through the op of attention, which is told
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Mapping
 from typing import Any
 
@@ -46,11 +47,25 @@ from model_adapters.ops.sparse_attention import (
 class PagedWrite:
     """A pending write, attached to the keys that ``cache.update`` returned.
 
-    The op that receives these keys writes and attends.
+    The op that receives these keys writes and attends. Later layers may attend to the same ones (Gemma 3n): what they
+    write once more is what is there.
     """
 
     layer: PagedLayer
     values: torch.Tensor  # [1, kv_heads, T, v_dim]
+    _attended: tuple[Any, ...] = ()
+
+    def attend_with(self, keys: torch.Tensor) -> None:
+        """Counts an attention of the layer.
+
+        Raises:
+            NotPackableError: other keys or values would take the place of those that were attended to.
+        """
+        given = jax_view(keys), jax_view(self.values)
+        if self.layer.num_attended and not (self._attended and all(map(operator.is_, given, self._attended))):
+            raise NotPackableError("two layers attend to different keys or values in one place of the cache")
+        self._attended = given
+        self.layer.num_attended += 1
 
 
 @dataclasses.dataclass

@@ -7,6 +7,7 @@ in their arrays alone. Values that are neither arrays of the trace nor plain dat
 from __future__ import annotations
 
 import dataclasses
+from collections import UserDict
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -73,7 +74,8 @@ class CallValues:
             return plain
         if isinstance(value, jax.core.Tracer) or is_plain(value):
             return "input", self._number(value)
-        if not isinstance(value, (torch.Tensor, jax.Array, Cache, *SHARED_TYPES)) and not _is_frozen(value):
+        known = (torch.Tensor, jax.Array, Cache, UserDict, *SHARED_TYPES)
+        if not isinstance(value, known) and not _is_frozen(value):
             # Code may write into it, such as into a dict of a class of its own.
             raise NotComparableError(f"it gets a {kind.__module__}.{kind.__qualname__}")
         self.objects[id(value)] = value

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections import UserDict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -123,6 +124,7 @@ class LayerTrial:
         for state, form in zip(call.states, call.state_forms, strict=True):
             vars(state).update(built(form, inputs, objects))
         with (
+            _out_of_reach([each for each in objects.values() if isinstance(each, UserDict)]),
             _own_layers(call.caches, reads),
             _counted(layer, reads),
             call.weights.replaced(weights) as unwritten,
@@ -169,6 +171,20 @@ class LayerTrial:
 def _require(is_met: bool, reason: str) -> None:
     if not is_met:
         raise NotComparableError(reason)
+
+
+@contextlib.contextmanager
+def _out_of_reach(dicts: Sequence[UserDict[Any, Any]]) -> Iterator[None]:
+    """Has all code fail that uses one of the dicts.
+
+    Gemma 4 gives each layer a dict of keys and values that few layers fill or read; those are traced by themselves.
+    """
+    held = [(vars(each), vars(each).pop("data")) for each in dicts]
+    try:
+        yield
+    finally:
+        for attributes, data in held:
+            attributes["data"] = data
 
 
 @contextlib.contextmanager

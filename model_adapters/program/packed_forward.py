@@ -108,8 +108,9 @@ def _forward(
     if layers:
         kwargs["output_hidden_states"] = True
     keep_last = program.accepts("logits_to_keep") and not layout.all_logits
-    if keep_last:
-        kwargs["logits_to_keep"] = torch_view(batch.last)
+    if program.accepts("logits_to_keep"):
+        # A number, as the default is one, has Gemma 4 cut its masks, which then are no longer known as causal.
+        kwargs["logits_to_keep"] = torch_view(batch.last) if keep_last else slice(None)
     rope_lens = batch.positions + 1 if layout.is_decode else batch.rope_lens
     assert program.rope is None or rope_lens is not None
     features = features_in_place(program, batch.media)

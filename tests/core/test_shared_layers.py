@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from typing import Any
 
 import jax
@@ -251,13 +252,37 @@ class FillsDict(Layer):
 
 
 class OwnDict(dict[str, torch.Tensor]):
-    """A dict of a class of its own, as Gemma 3n passes."""
+    """A dict of a class of its own."""
 
 
-@pytest.mark.parametrize("kind", [dict, OwnDict])
+class UserDictOfOwn(UserDict[str, torch.Tensor]):
+    """What Gemma 4 passes."""
+
+
+@pytest.mark.parametrize("kind", [dict, OwnDict, UserDictOfOwn])
 def test_a_dict_that_layers_fill(kind: type[dict[str, torch.Tensor]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TwoArguments, "KIND", kind)
     assert compared(TwoArguments(FillsDict)) == []
+
+
+class FillsAtTheEnd(Layer):
+    """Uses the dict in its last layer alone, as few layers of Gemma 4 do."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.is_last = index == 3
+
+    def forward(self, x: torch.Tensor, **kwargs: Any) -> Any:
+        if self.is_last:
+            kwargs["stored"]["sum"] = x
+        return super().forward(x)
+
+
+def test_layers_that_do_not_use_a_dict_share_a_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TwoArguments, "KIND", UserDictOfOwn)
+    calls = compared(TwoArguments(FillsAtTheEnd))
+    assert len(calls) == 3
+    assert len({id(program) for program in calls}) == 1
 
 
 def test_a_model_returns_hidden_states_and_attentions_of_each_layer() -> None:

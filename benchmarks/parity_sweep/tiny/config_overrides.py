@@ -44,7 +44,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "loop_num_passes": 2,
         "loop_gate_rank": 4,
     },
-    "gemma4_text": {"global_head_dim": 16},
+    "gemma4_text": _SHARED_4 | {"num_kv_shared_layers": 2, "global_head_dim": 16},
     "gemma4_unified_text": {"global_head_dim": 16},
     "qwen4_exp_text": {
         "eos_token_id": 2,

@@ -67,9 +67,19 @@ def page_shapes(runtime: ModelRuntime) -> tuple[PagedLayerSpec, ...]:
         raise NotPackableError("the model has no cache that could be paged")
     if runtime.cache_support.is_recurrent and not runtime.cache_support.is_compressed:
         raise NotPackableError(RECURRENT)
-    layers = _layers_of_prompt(runtime)
+    layers = _layers_with_own_keys(_layers_of_prompt(runtime))
     shapes = tuple(_page_shape(layer) for layer in layers)
     return (*shapes, *(part for number, layer in enumerate(layers) for part in _parts(layer, number, layers)))
+
+
+def _layers_with_own_keys(layers: Sequence[Any]) -> list[Any]:
+    """Returns the layers in front of those that attend to keys of earlier ones (Gemma 3n, Gemma 4 E2B)."""
+    from transformers.cache_utils import DummyLayer
+
+    number = len(layers)
+    while number and isinstance(layers[number - 1], DummyLayer):
+        number -= 1
+    return list(layers[:number])
 
 
 def _layers_of_prompt(runtime: ModelRuntime) -> list[Any]:
