@@ -187,7 +187,7 @@ def _mask_of_eager_code(*args: Any, use_vmap: bool = False, **kwargs: Any) -> An
 
 
 def torchax_attention(
-    module: torch.nn.Module,
+    module: torch.nn.Module | None,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -417,6 +417,58 @@ AttentionMaskInterface.register(IMPLEMENTATION, torchax_mask)
 AttentionMaskInterface.register("eager", _mask_of_eager_code)
 AttentionInterface.register(ADDITIVE_MASK, torchax_attention)
 AttentionMaskInterface.register(ADDITIVE_MASK, additive_mask)
+
+
+class FunctionInterception(torch.overrides.TorchFunctionMode):
+    """Runs ``scaled_dot_product_attention`` on keys of a cache as `torchax_attention`.
+
+    Code that calls the function itself (Falcon) so attends on pages, and by one op in decode steps.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs `func`, or attention on the cache."""
+        if func is torch.nn.functional.scaled_dot_product_attention:
+            call = _FUNCTION.bind(*args, **(kwargs or {}))
+            call.apply_defaults()
+            if (out := _attention_of_function(**call.arguments)) is not None:
+                return out
+        return func(*args, **(kwargs or {}))
+
+
+def _function(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> None:
+    """Has the arguments of ``scaled_dot_product_attention``."""
+
+
+_FUNCTION = inspect.signature(_function)
+
+
+def _attention_of_function(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> torch.Tensor | None:
+    """Returns attention [batch, heads, q_len, v_dim]; None if keys or the mask are not of a cache's step."""
+    is_paged = hasattr(key, "paged_write") or hasattr(key, "latent_write")
+    if not is_paged and not (hasattr(key, "cache_write") and hasattr(attn_mask, "causal_mask")):
+        return None
+    if is_causal and is_paged:  # the function's own mask is of this step's tokens alone
+        raise NotPackableError("attention with a mask that the function makes")
+    out, _ = torchax_attention(None, query, key, value, attn_mask, dropout=dropout_p, scaling=scale)
+    return out.transpose(1, 2)
 
 
 def uses_attention_interface(module: PreTrainedModel) -> bool:

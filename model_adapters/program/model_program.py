@@ -16,7 +16,7 @@ from transformers.utils import ModelOutput
 
 import pytree_registry
 from model_adapters import quirks
-from model_adapters.attention import attention_name, padding_mask
+from model_adapters.attention import FunctionInterception, attention_name, padding_mask
 from model_adapters.bridge.views import as_views, jax_view, torch_mode, torch_view
 from model_adapters.caches.device_cache import LayerStates, check_layers_keep_all, shortest_window, trace_cache
 from model_adapters.caches.layers import AttentionLayer
@@ -311,7 +311,7 @@ class ModelProgram:
         """
         # A forward that a script has set on the model itself calls this program; one set on a submodule is run.
         scripts = None if self.submodule else vars(self.module).get("forward")
-        with self._substituted(weights, attention), functions or contextlib.nullcontext():
+        with self._substituted(weights, attention), FunctionInterception(), functions or contextlib.nullcontext():
             replaced = vars(self.target).get("forward")  # by a quirk, or a script
             forward: Any = self._forward_of_class if replaced is scripts or replaced is None else replaced
             output = forward(**kwargs, return_dict=True)

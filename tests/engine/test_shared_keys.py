@@ -6,6 +6,7 @@ import pytest
 import torch
 import transformers
 from gemma_models import VOCAB, assistant_model, drawn
+from thorough import thorough
 
 from model_adapters.ops import registry
 from torchax_serve import EngineOptions, SamplingParams, serve
@@ -32,10 +33,10 @@ KINDS = {
     "Gemma3n": {"laurel_rank": 8, "activation_sparsity_pattern": [0.5, 0.0, 0.5, 0.0, 0.0]},
     "Gemma4": {"global_head_dim": 16},
 }
-OPTIONS = EngineOptions(page_size=4, max_num_batched_tokens=48, max_model_len=128)
+OPTIONS = EngineOptions(page_size=4, max_num_batched_tokens=48, max_model_len=128, max_num_seqs=4)
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=["Gemma4", thorough("Gemma3n")])
 def gemma(request):
     """A kind of Gemma, a model of it, prompts, and eager tokens."""
     torch.manual_seed(0)

@@ -72,6 +72,17 @@ CONFIGS = {
         **SIZES, **HEADS, **ENDS, sliding_window=8, query_pre_attn_scalar=8
     ),
     "mistral": lambda: transformers.MistralConfig(**SIZES, **HEADS, sliding_window=8),
+    "gemma4_text": lambda: transformers.Gemma4TextConfig(  # whose last two layers have the keys of the first two
+        **{**SIZES, "num_hidden_layers": 4},
+        **HEADS,
+        **ENDS,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        num_kv_shared_layers=2,
+        global_head_dim=16,
+        sliding_window=8,
+        hidden_size_per_layer_input=8,
+        vocab_size_per_layer_input=61,
+    ),
     "gemma": lambda: transformers.GemmaConfig(**SIZES, **HEADS, **ENDS),
     "gemma2": lambda: transformers.Gemma2Config(**SIZES, **HEADS, **ENDS, sliding_window=8, query_pre_attn_scalar=8),
     "qwen2_moe": lambda: transformers.Qwen2MoeConfig(**SIZES, **HEADS, **QWEN_EXPERTS),

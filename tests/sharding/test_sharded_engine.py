@@ -41,6 +41,7 @@ MESHES = [
     thorough("shared_block", "1x4"),
     thorough("jamba", "1x4"),
     thorough("lfm2", "1x4,1x8"),
+    thorough("gemma4_text", "1x2,1x4"),
     thorough("mamba", "1x4"),
     thorough("minimax", "1x4,1x8"),
     thorough("recurrent_gemma", "1x2,1x8"),
