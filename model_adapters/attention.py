@@ -461,7 +461,7 @@ def _attention_of_function(
     scale: float | None,
     enable_gqa: bool,
 ) -> torch.Tensor | None:
-    """Returns attention [batch, heads, q_len, v_dim]; None if keys or the mask are not of a cache's step."""
+    """Returns attention [batch, heads, q_len, v_dim]; None if keys are no cache's."""
     is_paged = hasattr(key, "paged_write") or hasattr(key, "latent_write")
     if not is_paged and not (hasattr(key, "cache_write") and hasattr(attn_mask, "causal_mask")):
         return None

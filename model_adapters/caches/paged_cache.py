@@ -7,6 +7,7 @@ told where each begins.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -58,6 +59,12 @@ class PagedTraceCache(Cache):
                     self.paged_layers[kept.pages] = layer
         self.num_layers = len(layers)
         super().__init__(layers=layers)
+
+    def keep_causal(self, are_causal: Iterable[bool]) -> None:
+        """Has some layers be causal where tokens of an image see each other in others."""
+        for layer, is_causal in zip(self.layers, are_causal, strict=False):
+            if isinstance(layer, PagedLayer):
+                layer.is_causal = is_causal
 
     def _layer(self, kept: LayerPools, pools: tuple[Any, ...], segments: Segments, generated: jax.Array | None) -> Any:
         pages = None if kept.pages is None else self.paged_layers[kept.pages]
@@ -179,7 +186,7 @@ def attend_paged(
     write.attend_with(key)
     # Turned before the batch of one is dropped: XLA does not see through a reshape that two turns are none.
     q, k, v = (x.transpose(1, 2)[0] for x in (query, key, write.values))  # [T, heads, dim]
-    media = layer.batch.media
+    media = None if layer.is_causal else layer.batch.media
     if taken is not None and taken.tokens is not None:
         if not alibi is distance_biases is token_sinks is None or (media is not None and media.sees_until is not None):
             raise NotPackableError("an indexer takes tokens of a layer whose scores depend on more than causality")

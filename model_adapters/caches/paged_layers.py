@@ -104,6 +104,7 @@ class PagedLayer(CacheLayerMixin):
         if isinstance(pool, ScaledPool):
             self.scales = {"k_scale": torch_view(pool.k_scale), "v_scale": torch_view(pool.v_scale)}
         self.batch, self.table, self.window, self.layout = batch, table, window, layout
+        self.is_causal = False  # also where tokens of an image see each other in other layers
         self.num_updates = 0
         self.num_attended = 0
 

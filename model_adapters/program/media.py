@@ -38,6 +38,8 @@ _TEXT = frozenset({"input_ids", "inputs_embeds", "attention_mask", "position_ids
 
 _ENCODED = "mm_encoder_outputs"
 """Argument by which a forward gets what encoders have returned."""
+VISIBLE = "visible "
+"""Begin of the names of masks by kind of layers; the kind is empty where layers are of one."""
 _DEEPSTACK, _DEEPSTACK_MASK, _ADD_DEEPSTACK = "deepstack_visual_embeds", "visual_pos_masks", "_deepstack_process"
 """Features that a language model adds behind its first layers (Qwen3-VL), the tokens that they are added to, and the
 method that adds them."""
@@ -89,8 +91,9 @@ def language_model_inputs(
         ``embeds`` float[len, width], the embeddings with features in place; ``is_media`` bool[len], whether they are
         others than those of the tokens; ``is_of_text`` bool[], if the language model gets more tensors, whether they
         are those of the tokens without images; ``deepstack`` float[layers, n, width], what the first layers add to
-        the n tokens with features, if they do; ``visible`` bool[len, len], which keys queries see, if that is not
-        causal; and deferred checks of the model's code.
+        the n tokens with features, if they do; ``visible `` and a kind of layers bool[len, len],
+        which keys queries see in them, if not all masks are known to be causal; and deferred checks of the model's
+        code.
 
     Raises:
         UnsupportedModelError: the language model gets more than that, or what no embedding has returned.
@@ -186,13 +189,10 @@ def _captured(given: dict[str, Any], embedded: list[Any], *, adds_deepstack: boo
     if deepstack:
         fields["deepstack"] = jnp.stack([jax_view(part) for part in deepstack])
     mask = given.get("attention_mask")
-    masks = list(mask.values()) if isinstance(mask, dict) else [mask]
-    unusual = [each for each in masks if each is not None and getattr(each, "causal_mask", None) is None]
-    unusual = [each for each in unusual if each.ndim == 4]
-    if unusual:
-        # Of layers with and without a window, those without show all that a token sees.
-        visible = jnp.stack([_as_visible(jax_view(as_views(each)))[0, 0] for each in unusual]).any(0)
-        fields["visible"] = visible
+    masks = mask if isinstance(mask, dict) else {"": mask}
+    masks = {kind: each for kind, each in masks.items() if each is not None and each.ndim == 4}
+    if any(getattr(each, "causal_mask", None) is None for each in masks.values()):
+        fields |= {VISIBLE + kind: _as_visible(jax_view(as_views(each)))[0, 0] for kind, each in masks.items()}
     return fields
 
 

@@ -97,6 +97,8 @@ def _forward(
         ids, positions = (by_token(x, sharding.mesh) for x in (batch.token_ids, batch.positions))
         batch = dataclasses.replace(batch, token_ids=ids, positions=positions)
     cache = PagedTraceCache(pools, batch, layout)
+    if (kind := quirks.of(program.module).spans_in) is not None:
+        cache.keep_causal(each != kind for each in program.module.config.get_text_config().layer_types)
     assert program.cache_name is not None
     kwargs = {
         "input_ids": torch_view(batch.token_ids[None]),

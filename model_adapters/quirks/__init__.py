@@ -33,6 +33,7 @@ SAME_AS = {
     **dict.fromkeys(("gpt_neo", "mpt"), "key_count"),
     **dict.fromkeys(("canary", "cohere_asr", "moonshine_streaming"), "moonshine"),
     **dict.fromkeys(("falcon_mamba", "jamba"), "mamba"),
+    "gemma4_unified": "gemma4",
     "inkling2_loop": "inkling2",
 }
 """The file of each architecture whose code is a copy of another's, or that has the same needs as others."""

@@ -41,6 +41,7 @@ class Quirk:
             repeated.
         packed_interface: In a packed step the code attends through transformers' attention interface, though its class
             refuses other kernels than its own.
+        spans_in: Kind of layers (``layer_types``) in which tokens of an image see each other; None: in all layers.
         submodules: Replaces methods of parts of the given model that ``generate`` itself calls, to run on JAX.
         media_options: Arguments of ``generate`` that are added to what a processor makes of a conversation or of audio.
     """
@@ -62,6 +63,7 @@ class Quirk:
     encoder_returns_mask: bool = False
     keeps_value_heads: bool = False
     packed_interface: bool = False
+    spans_in: str | None = None
     submodules: Callable[[Any, Run], None] | None = None
     media_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 

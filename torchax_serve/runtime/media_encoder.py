@@ -18,11 +18,13 @@ import jax
 import numpy as np
 import torch
 
+from model_adapters import quirks
 from model_adapters.errors import InvalidArgumentError, UnsupportedModelError
 from model_adapters.ops.compressed_weight import Weights
 from model_adapters.program.call_spec import CallSpec
-from model_adapters.program.media import language_model_inputs, language_model_name
+from model_adapters.program.media import VISIBLE, language_model_inputs, language_model_name
 from model_adapters.program.model_program import CHECKS, ModelProgram
+from model_adapters.quirks.quirk import Quirk
 from torchax_serve.compilation.executable_cache import CachedFunction
 from torchax_serve.multimodal.placeholders import unmet
 from torchax_serve.runtime.model_runtime import ModelRuntime
@@ -181,8 +183,10 @@ class MediaEncoder:
         if not np.asarray(fields.get("is_of_text", True)):
             raise UnsupportedModelError("its language model gets more of images than embeddings")
         is_media = np.asarray(fields["is_media"])
-        visible = fields.get("visible")
-        until = None if visible is None else _sees_until(np.asarray(visible))
+        masks = {name.removeprefix(VISIBLE): fields[name] for name in fields if name.startswith(VISIBLE)}
+        until = _spans(
+            {kind: np.asarray(mask) for kind, mask in masks.items()}, quirks.of(self._runtime.program.module)
+        )
         features = [np.asarray(fields["embeds"])[is_media], *np.asarray(fields.get("deepstack", ()))]
         if any(len(part) != len(features[0]) for part in features):
             raise UnsupportedModelError("its first layers add features to other tokens than those of images")
@@ -214,6 +218,22 @@ def _placed(prompt_ids: np.ndarray, known: CachedFeatures) -> MediaFeatures | No
         until = np.arange(len(prompt_ids), dtype=np.int32)
         until[is_media] += known.reach
     return MediaFeatures(known.features, is_media, until)
+
+
+def _spans(visible: Mapping[str, np.ndarray], quirk: Quirk) -> np.ndarray | None:
+    """Returns what `_sees_until` does of the masks bool[len, len] of kinds of layers.
+
+    Raises:
+        UnsupportedModelError: tokens see others behind them in other layers than those of the quirk.
+    """
+    spans = {kind: found for kind, mask in visible.items() if (found := _sees_until(mask)) is not None}
+    if not spans:
+        return None
+    first, *others = spans.values()
+    wanted = visible.keys() if quirk.spans_in is None else {quirk.spans_in}
+    if spans.keys() != wanted or not all(np.array_equal(first, each) for each in others):
+        raise UnsupportedModelError("its layers differ in what the tokens of an image see")
+    return first
 
 
 def _sees_until(visible: np.ndarray) -> np.ndarray | None:

@@ -73,7 +73,7 @@ def page_shapes(runtime: ModelRuntime) -> tuple[PagedLayerSpec, ...]:
 
 
 def _layers_with_own_keys(layers: Sequence[Any]) -> list[Any]:
-    """Returns the layers in front of those that attend to keys of earlier ones (Gemma 3n, Gemma 4 E2B)."""
+    """Returns the layers in front of those that attend to keys of earlier ones (Gemma 3n)."""
     from transformers.cache_utils import DummyLayer
 
     number = len(layers)
