@@ -147,14 +147,22 @@ def set_raw_lowering(torch_op: Any, function: Callable[..., Any]) -> None:
     default_env()._ops[torch_op] = dataclasses.replace(operator, func=function, is_jax_function=False)
 
 
+def set_view_lowering(torch_op: Any, function: Callable[..., Any]) -> None:
+    """Makes `torch_op` run `function` over unconverted arguments.
+
+    It may have no lowering so far.
+    """
+    like = default_env()._ops[torch.Tensor.__getitem__]
+    default_env()._ops[torch_op] = dataclasses.replace(like, torch_op=torch_op, func=function)
+
+
 def set_first_operand(function: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Makes a function of PyTorch's own run over `change` of its first operand."""
 
     def changed(first: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         return function(change(first), *args, **kwargs)
 
-    operators = default_env()._ops
-    operators[function] = dataclasses.replace(operators[torch.Tensor.__getitem__], torch_op=function, func=changed)
+    set_view_lowering(function, changed)
 
 
 def remove_lowering(torch_op: Any) -> None:
@@ -217,7 +225,7 @@ def torch_mode(module: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> It
         warnings.catch_warnings(),
     ):
         # Model code asks for int64 everywhere, and JAX without 64-bit types says each time that it gives int32.
-        warnings.filterwarnings("ignore", "Explicitly requested dtype .*int64", UserWarning)
+        warnings.filterwarnings("ignore", "Explicitly requested dtype .*(int|float)64", UserWarning)
         yield
 
 
@@ -284,7 +292,7 @@ def _on_this_thread() -> Iterator[None]:
 def computing() -> Iterator[None]:
     """Runs torch code on views inside, outside of any module, on this thread."""
     with _on_this_thread(), default_env(), _PYTORCH.as_torchax_needs_it(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Explicitly requested dtype .*int64", UserWarning)
+        warnings.filterwarnings("ignore", "Explicitly requested dtype .*(int|float)64", UserWarning)
         yield
 
 

@@ -133,7 +133,11 @@ def _keep_tables_short() -> None:
         is_short = jnp.issubdtype(weight.dtype, jnp.floating) and weight.dtype.itemsize == 2
         if is_short and registry.platform() == "cpu":
             weight, indices = jax.lax.optimization_barrier((weight, indices))
-        return theirs(weight, indices, *args, **kwargs)
+        rows = theirs(weight, indices, *args, **kwargs)
+        if kwargs.get("scale_grad_by_freq", args[1:2] == (True,)):
+            counts = jnp.zeros(weight.shape[0], weight.dtype).at[indices.reshape(-1)].add(1)[indices][..., None]
+            rows = rows / counts + jax.lax.stop_gradient(rows - rows / counts)
+        return rows
 
     set_lowering(torch.ops.aten.embedding, embedding)
 

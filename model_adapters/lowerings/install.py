@@ -15,12 +15,17 @@ from model_adapters.bridge.views import (
 )
 from model_adapters.lowerings import (
     aliases,
+    arguments,
     constant_folding,
     custom_ops,
     deferred_checks,
+    factorizations,
     host_writes,
+    integers,
     linear_algebra,
     masked_writes,
+    order_statistics,
+    pooling,
     resize,
     special_cases,
     spectral,
@@ -41,6 +46,7 @@ from model_adapters.lowerings.indexing import (
 from model_adapters.lowerings.matmul import _addmm, _attention, _find_squeezed_weights, _grouped_mm, _linear
 from model_adapters.lowerings.reductions import _layer_norm, _mean, _softmax, _sum
 from model_adapters.lowerings.torchax_fixes import (
+    _draw_random_numbers,
     _fill_with_normal_numbers,
     _keep_values_of_new_tensors,
     _mend_copy,
@@ -49,6 +55,7 @@ from model_adapters.lowerings.torchax_fixes import (
     _stay_on_device,
     _take_by_host_indices,
     _tell_missing_at_once,
+    _update_running_statistics,
     _view_bits,
 )
 from model_adapters.once import once
@@ -87,14 +94,21 @@ def install() -> None:
     _fill_with_normal_numbers()
     _mend_type_as()
     _order_equal_values()
+    _draw_random_numbers()
+    _update_running_statistics()
     _understand_stored_lengths()
     custom_ops.install()
     deferred_checks.install()
     constant_folding.install()
     resize.install()
     linear_algebra.install()
+    factorizations.install()
     masked_writes.install()
     special_cases.install()
+    integers.install()
+    order_statistics.install()
+    pooling.install()
+    arguments.install()
     spectral.install()
     set_lowering(torch.nn.functional.embedding_bag, _embedding_bag)
     set_lowering(torch.ops.aten.index_add, _index_add)

@@ -73,10 +73,15 @@ def _attention(
     """
     if dropout_p:
         raise NotImplementedError(f"scaled_dot_product_attention: expected no dropout, got {dropout_p}")
-    batch = query.shape[:-3]
     if query.ndim < 3:
         raise NotImplementedError(f"scaled_dot_product_attention: expected at least 3 axes, got {query.ndim}")
-    q, k, v = (x.reshape(-1, *x.shape[-3:]) for x in (query, key, value))
+    try:
+        batch = jnp.broadcast_shapes(*(x.shape[:-3] for x in (query, key, value)))
+    except ValueError as error:
+        raise RuntimeError(f"scaled_dot_product_attention: {error}") from None
+    q, k, v = (jnp.broadcast_to(x, (*batch, *x.shape[-3:])).reshape(-1, *x.shape[-3:]) for x in (query, key, value))
+    if q.shape[1] == 1 != k.shape[1]:
+        q = jnp.broadcast_to(q, (q.shape[0], k.shape[1], *q.shape[2:]))
     if attn_mask is not None:
         mask = jnp.broadcast_to(attn_mask, (*batch, *jnp.broadcast_shapes((1, 1, 1), attn_mask.shape[-3:])))
         attn_mask = mask.reshape(-1, *mask.shape[-3:])

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import torch
 
 from model_adapters import ops
 
@@ -37,6 +38,8 @@ def _sum(x: jax.Array, dim: Any = None, keepdim: bool = False, *, dtype: Any = N
     x = x if dtype is None else x.astype(_jax_dtype(dtype))
     if _is_last(dim, x):
         return _with_kept_dim(ops.row_sum(x), keepdim).astype(x.dtype)
+    if dtype is None and jnp.issubdtype(x.dtype, jnp.unsignedinteger):
+        x = x.astype(_jax_dtype(torch.int64))
     return jnp.sum(x, _dims(dim) if x.ndim else None, keepdims=keepdim)
 
 

@@ -28,6 +28,7 @@ def install() -> None:
         (torch.bartlett_window, lambda x: 1 - np.abs(x / np.pi - 1)),
     ):
         set_lowering(function, _window(samples))
+    set_lowering(torch.ops.aten._fft_c2r, _fft_c2r)
     set_lowering(torch.hamming_window, _window(_hamming))
     set_lowering(torch.kaiser_window, _window(_kaiser))
 
@@ -115,3 +116,10 @@ def _check(spectrum: jax.Array, n_fft: int, hop: int, size: int, window: jax.Arr
             f"istft: expected 0 < hop_length <= win_length <= n_fft and a window of win_length, got {hop}, {size}, "
             f"{n_fft} and a window {list(window.shape)}"
         )
+
+
+def _fft_c2r(x: jax.Array, dim: Any, normalization: int, last_dim_size: int) -> jax.Array:
+    """Computes inverse transforms to real numbers, also of several axes and odd lengths."""
+    norm = ("forward", "ortho", "backward")[normalization]
+    x = jnp.fft.ifftn(x, axes=tuple(dim[:-1]), norm=norm) if len(dim) > 1 else x
+    return jnp.fft.irfft(x, n=last_dim_size, axis=dim[-1], norm=norm)

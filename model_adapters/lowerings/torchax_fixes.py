@@ -9,11 +9,17 @@ import jax.numpy as jnp
 import torch
 
 from model_adapters.bridge.views import (
+    DEVICE,
     TorchTensor,
+    as_views,
     default_env,
     get_lowering,
+    is_view,
+    jax_view,
     set_lowering,
     set_raw_lowering,
+    set_view_lowering,
+    torch_view,
     torchax,
 )
 from model_adapters.errors import UnsupportedModelError
@@ -39,6 +45,82 @@ def _fill_with_normal_numbers() -> None:
         return x
 
     set_raw_lowering(torch.ops.aten.normal_, normal)
+
+
+def _draw_random_numbers() -> None:
+    """Fixes operators that draw numbers.
+
+    torchax 0.0.13 takes the same ones in each call, does not write them, or mixes up their arguments.
+    """
+    aten = torch.ops.aten
+
+    def random(x: torch.Tensor, *limits: int, generator: Any = None, **named: int) -> torch.Tensor:
+        limits = tuple(named.pop(name) for name in ("from", "to") if name in named) or limits
+        low, high = limits if len(limits) == 2 else (0, *limits) if limits else (0, _num_exact(x))
+        write(x, torch.randint(low, high, x.shape, device=x.device))
+        return x
+
+    def exponential(x: torch.Tensor, lambd: float = 1.0, *, generator: Any = None) -> torch.Tensor:
+        write(x, -torch.log1p(-torch.rand(x.shape, device=x.device)) / lambd)
+        return x
+
+    def cauchy(x: torch.Tensor, median: float = 0.0, sigma: float = 1.0, *, generator: Any = None) -> torch.Tensor:
+        write(x, median + sigma * torch.tan(torch.pi * (torch.rand(x.shape, device=x.device) - 0.5)))
+        return x
+
+    def normal(mean: Any, std: Any = 1.0, *, generator: Any = None) -> torch.Tensor:
+        mean, std = torch.as_tensor(mean), torch.as_tensor(std)
+        shape = torch.broadcast_shapes(mean.shape, std.shape)
+        return torch.randn(shape, dtype=(mean if mean.ndim else std).dtype, device=DEVICE) * std + mean
+
+    def normal_of_numbers(
+        mean: float, std: float, size: Any, *, dtype: torch.dtype | None = None, **kwargs: Any
+    ) -> torch.Tensor:
+        return torch.randn(tuple(size), dtype=dtype, device=DEVICE) * std + mean
+
+    set_view_lowering(aten.normal.float_float, normal_of_numbers)
+    for operator in (aten.random_, *(getattr(aten.random_, name) for name in aten.random_.overloads())):
+        set_view_lowering(operator, random)
+    set_view_lowering(aten.exponential_, exponential)
+    set_view_lowering(aten.cauchy_, cauchy)
+    for operator in (aten.normal.Tensor_Tensor, aten.normal.Tensor_float, aten.normal.float_Tensor):
+        set_view_lowering(operator, normal)
+
+
+def _num_exact(x: torch.Tensor) -> int:
+    """Returns up to which number all integers are exact in the dtype of `x`."""
+    if x.dtype.is_floating_point:
+        return int(2 / torch.finfo(x.dtype).eps)
+    return 2 if x.dtype == torch.bool else min(torch.iinfo(x.dtype).max, 2**31 - 2) + 1
+
+
+def _update_running_statistics() -> None:
+    """Makes batch norms in training write the means and variances that they keep.
+
+    torchax 0.0.13 computes them and drops them.
+    """
+    aten = torch.ops.aten
+
+    def writes(theirs: Any) -> Any:
+        def batch_norm(
+            x: Any, weight: Any, bias: Any, mean: Any, var: Any, training: bool, momentum: float, eps: float
+        ) -> Any:
+            if training and any(each is not None and not is_view(each) for each in (mean, var)):
+                raise UnsupportedModelError(
+                    "batch_norm: expected running statistics of the module or made from its inputs, got tensors on "
+                    "the host; make them by new_zeros"
+                )
+            found = torch_view(theirs(*jax_view(as_views((x, weight, bias, mean, var))), training, momentum, eps))
+            if training and mean is not None:
+                array, axes = jax_view(as_views(x)), tuple(axis for axis in range(x.ndim) if axis != 1)
+                for kept, of_batch in ((mean, jnp.mean(array, axes)), (var, jnp.var(array, axes, ddof=1))):
+                    write(kept, kept * (1 - momentum) + torch_view(of_batch * momentum))
+            return found
+
+        return batch_norm
+
+    for operator in (aten.native_batch_norm, aten._native_batch_norm_legit.default):
+        set_view_lowering(operator, writes(get_lowering(operator)))
 
 
 def _view_bits() -> None:

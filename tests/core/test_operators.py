@@ -15,7 +15,7 @@ from pytree_registry.torchax_import import REMOVED
 
 SAMPLE = (
     "allclose arange cdist cholesky_inverse cholesky_solve digamma ldexp lu_unpack native_layer_norm searchsorted "
-    "linalg.solve nn.functional.conv_transpose2d"
+    "linalg.solve nn.functional.conv_transpose2d max_pool2d_with_indices_backward linspace.tensor_overload"
 ) + (" cholesky" if hasattr(torch.ops.aten, "cholesky") else "")
 """torch has no `cholesky` beside that of ``torch.linalg`` from 2.14 on."""
 

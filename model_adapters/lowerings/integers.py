@@ -1,0 +1,143 @@
+"""Lowerings of exact arithmetic: of integers, remainders and signs.
+
+torchax 0.0.13 computes it in float32 or in a narrow dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+
+from model_adapters.bridge.views import get_lowering, set_lowering
+from model_adapters.errors import UnsupportedModelError
+
+
+def install() -> None:
+    """Registers the lowerings in torchax's table."""
+    aten = torch.ops.aten
+    set_lowering(aten.div, _div(get_lowering(aten.div)))
+    set_lowering(aten.pow, _pow(get_lowering(aten.pow)))
+    set_lowering(aten.fmod, _fmod)
+    set_lowering(aten.cumsum, _cumulative(jnp.cumsum))
+    set_lowering(aten.cumprod, _cumulative(jnp.cumprod))
+    set_lowering(aten.any, _any(get_lowering(aten.any)))
+    for operators, function in (
+        ((aten.__and__, aten.bitwise_and), jnp.bitwise_and),
+        ((aten.__or__, aten.bitwise_or), jnp.bitwise_or),
+        ((aten.__xor__, aten.bitwise_xor), jnp.bitwise_xor),
+    ):
+        for operator in operators:
+            set_lowering(operator, function)
+    for operator in (aten.sigmoid, aten.rsqrt, aten.erf, aten.erfc, aten.erfinv):
+        set_lowering(operator, _of_floats(get_lowering(operator)))
+    for operator in (aten.lgamma, aten.logit):
+        set_lowering(operator, _in_own_dtype(get_lowering(operator)))
+    for operator in (aten.sign, aten.sgn):
+        set_lowering(operator, _sign)
+    set_lowering(aten.copysign, _copysign)
+
+
+def is_integer(x: Any) -> bool:
+    """Tells whether `x`, an array or a number, is of integers or truth values."""
+    if isinstance(x, bool | int):
+        return True
+    return hasattr(x, "dtype") and (jnp.issubdtype(x.dtype, jnp.integer) or x.dtype == bool)
+
+
+def long_dtype() -> Any:
+    """Returns the dtype that stands for int64."""
+    return jax.dtypes.canonicalize_dtype("int64")
+
+
+def _both(x: Any, y: Any) -> tuple[jax.Array, jax.Array]:
+    """Returns both operands as arrays of one shape and dtype."""
+    dtype = jnp.result_type(x, y)
+    first, second = jnp.broadcast_arrays(jnp.asarray(x, dtype), jnp.asarray(y, dtype))
+    return first, second
+
+
+def _div(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    def div(x: Any, y: Any, *, rounding_mode: str | None = None) -> Any:
+        if rounding_mode is None or not (is_integer(x) and is_integer(y)):
+            return theirs(x, y, rounding_mode or "")
+        first, second = _both(x, y)
+        return jnp.floor_divide(first, second) if rounding_mode == "floor" else jax.lax.div(first, second)
+
+    return div
+
+
+def _fmod(x: Any, y: Any) -> jax.Array:
+    """Computes ``torch.fmod``, exactly."""
+    return jax.lax.rem(*_both(x, y))
+
+
+def _pow(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    def power(x: Any, y: Any) -> Any:
+        if not (is_integer(x) and is_integer(y)):
+            return theirs(x, y)
+        if not hasattr(y, "dtype"):
+            if y < 0:
+                raise UnsupportedModelError(f"pow: expected an exponent of at least 0 for integers, got {y}")
+            return jax.lax.integer_pow(jnp.asarray(x, jnp.result_type(x, int(y))), int(y))
+        base, exponent = _both(x, y)
+        if base.dtype == bool:
+            return base | ~exponent
+        powers = jnp.power(base, jnp.maximum(exponent, 0))
+        of_parts = jnp.where(base == 1, 1, jnp.where(base + 1 == 0, jnp.where(exponent % 2 == 0, 1, -1), 0))
+        return jnp.where(exponent < 0, of_parts.astype(base.dtype), powers)
+
+    return power
+
+
+def _cumulative(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the lowering of a cumulative sum or product; integers become int64."""
+
+    def cumulative(x: jax.Array, dim: int, *, dtype: Any = None) -> Any:
+        wanted = long_dtype() if is_integer(x) else x.dtype
+        if dtype is not None:
+            wanted = jax.dtypes.canonicalize_dtype(str(dtype).removeprefix("torch."))
+        x = x.astype(wanted)
+        return function(x, dim) if x.ndim else x
+
+    return cumulative
+
+
+def _any(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    def has_any(x: jax.Array, dim: Any = None, keepdim: bool = False) -> Any:
+        dims = tuple(dim) if isinstance(dim, list | tuple) else dim
+        found = theirs(x, dims, keepdim)
+        return found.astype(x.dtype) if x.dtype == jnp.uint8 else found
+
+    return has_any
+
+
+def _of_floats(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a lowering that takes integers of all widths and truth values."""
+    return lambda x: theirs(x.astype(jnp.float32) if is_integer(x) else x)
+
+
+def _in_own_dtype(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a lowering whose results have the dtype of its operand."""
+
+    def computed(x: jax.Array, *args: Any, **kwargs: Any) -> Any:
+        found = theirs(x.astype(jnp.float32), *args, **kwargs)
+        return found if is_integer(x) else found.astype(x.dtype)
+
+    return computed
+
+
+def _sign(x: jax.Array) -> jax.Array:
+    """Computes ``torch.sign`` and ``torch.sgn``; NaN has the sign 0."""
+    return jnp.sign(x) if is_integer(x) else jnp.where(jnp.isnan(x), 0, jnp.sign(x)).astype(x.dtype)
+
+
+def _copysign(x: jax.Array, y: Any) -> jax.Array:
+    """Computes ``torch.copysign``, also of a number's sign."""
+    if is_integer(x) and is_integer(y):
+        x = x.astype(jnp.float32)
+    first, second = _both(x, y)
+    return jnp.copysign(first, second)

@@ -1,0 +1,67 @@
+"""Lowerings of medians, modes and smallest elements, exact for integers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+
+from model_adapters.bridge.views import get_lowering, set_lowering
+from model_adapters.lowerings.torchax_fixes import _ordered_integers
+
+
+def install() -> None:
+    """Registers the lowerings in torchax's table."""
+    aten = torch.ops.aten
+    set_lowering(aten.topk, _topk(get_lowering(aten.topk)))
+    set_lowering(aten.mode, _mode(get_lowering(aten.mode)))
+    set_lowering(aten.median, lambda x, dim=None, keepdim=False: _median(x, dim, keepdim, skips_nan=False))
+    set_lowering(aten.nanmedian, lambda x, dim=None, keepdim=False: _median(x, dim, keepdim, skips_nan=True))
+
+
+def _topk(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    def topk(x: jax.Array, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
+        if largest or not x.ndim:
+            return theirs(x, k, dim, largest, sorted)
+        rows = jnp.moveaxis(x, dim, -1)
+        keys = _ordered_integers(rows.astype(jnp.int32) if x.dtype == bool else rows)
+        places = jax.lax.top_k(~keys, k)[1]
+        taken = jnp.take_along_axis(rows, places, -1)
+        return jnp.moveaxis(taken, -1, dim), jnp.moveaxis(places, -1, dim)
+
+    return topk
+
+
+def _mode(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the lowering of ``torch.mode``, which gives the last place of the value."""
+
+    def mode(x: jax.Array, dim: int = -1, keepdim: bool = False) -> Any:
+        if not x.ndim:
+            return x, jnp.zeros((), jnp.int32)
+        values, _ = theirs(x, dim, True)
+        places = x.shape[dim] - 1 - jnp.argmax(jnp.flip(x == values, dim), axis=dim, keepdims=True)
+        return (values, places) if keepdim else (values.squeeze(dim), places.squeeze(dim))
+
+    return mode
+
+
+def _median(x: jax.Array, dim: int | None, keepdim: bool, *, skips_nan: bool) -> Any:
+    """Computes ``torch.median`` or ``nanmedian``: the lower middle one, and its place."""
+    rows = x.reshape(-1) if dim is None or not x.ndim else jnp.moveaxis(x, dim, -1)
+    order = jnp.argsort(rows, -1)
+    is_missing = jnp.isnan(rows) if jnp.issubdtype(x.dtype, jnp.floating) else jnp.zeros(rows.shape, bool)
+    num_missing = is_missing.sum(-1, keepdims=True)
+    middle = jnp.maximum(rows.shape[-1] - (num_missing if skips_nan else 0 * num_missing) - 1, 0) // 2
+    places = jnp.take_along_axis(order, middle, -1)
+    if not skips_nan:
+        places = jnp.where(num_missing > 0, jnp.argmax(is_missing, -1, keepdims=True), places)
+    values = jnp.take_along_axis(rows, places, -1)
+    if dim is None:
+        return values[0]
+    if not x.ndim:
+        return values[0], places[0]
+    values, places = (jnp.moveaxis(each, -1, dim) for each in (values, places))
+    return (values, places) if keepdim else (values.squeeze(dim), places.squeeze(dim))

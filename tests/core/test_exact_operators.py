@@ -1,0 +1,138 @@
+"""Operators over integers, narrow dtypes, NaN, empty lists of axes and axes from the end, beside PyTorch."""
+
+import jax
+import numpy as np
+import pytest
+import torch
+from view_checks import Module
+
+from model_adapters.bridge.extract import extract_jax
+from model_adapters.bridge.views import to_torch_tensor
+from model_adapters.errors import UnsupportedModelError
+
+NAN, INF = float("nan"), float("inf")
+F = torch.nn.functional
+FLOATS = torch.tensor([[1.5, -2.25, 3.0, 4.0], [0.5, 7.0, -1.0, 2.0]])
+ODD = torch.tensor([[1.5, -2.25, 3.0, NAN], [0.0, -0.0, INF, -INF]])
+SHORT = FLOATS.bfloat16()
+LARGE = torch.tensor([16777217, 40000001, -33554435, 7])
+BYTES = torch.tensor([[0, 1, 250], [7, 255, 3]], dtype=torch.uint8)
+NARROW = torch.tensor([100, 100, 100, -5], dtype=torch.int8)
+SQUARE = torch.tensor([[0.5, -1.0, 2.0], [3.0, 1.0, 0.0], [-2.0, 1.5, 1.0]])
+PLACES = torch.tensor([[0, 2], [1, 1]])
+
+CASES = {
+    "div by trunc": (lambda x: torch.div(x, 3, rounding_mode="trunc"), LARGE),
+    "div by floor of int8": (lambda x: torch.div(x, 3, rounding_mode="floor"), NARROW),
+    "fmod of large numbers": (lambda x: torch.fmod(x, 3.0), torch.tensor([1e10, 123456789.0, -5.3])),
+    "fmod by infinity": (lambda x: torch.fmod(x, INF), FLOATS),
+    "pow": (lambda x: x**9, torch.tensor([7, 3, -7])),
+    "pow that wraps": (lambda x: x**2, BYTES),
+    "pow of negative exponents": (lambda x: torch.pow(x, torch.tensor([-1, -2, -1, 3])), torch.tensor([1, -1, 2, 9])),
+    "pow of truth values": (lambda x: x**2, BYTES > 5),
+    "bits": (lambda x: (torch.ops.aten.__and__(x, 6), torch.ops.aten.__xor__(x, 6), x | 8), LARGE),
+    "cumsum": (lambda x: (x.cumsum(0), x.cumprod(0), x.sum(), x.cumsum(0, dtype=torch.float32)), NARROW),
+    "cumsum of bytes": (lambda x: (x.cumsum(1), x.sum(), x.any(), x[0, 1].cumsum(0)), BYTES),
+    "smallest of bytes": (lambda x: x.topk(2, largest=False), BYTES),
+    "smallest with the least": (lambda x: x.topk(2, 0, largest=False), torch.tensor([-(2**31), 5, 3])),
+    "smallest with NaN": (lambda x: x.topk(3, largest=False)[0], ODD),
+    "median": (lambda x: (x.median(), *x[:, None].median(0, keepdim=True)), LARGE),
+    "median with NaN": (lambda x: (*x.nanmedian(1), x.median(1)[0]), torch.tensor([[NAN, 3, 1, 2], [NAN, NAN, 5, 4]])),
+    "mode": (lambda x: torch.mode(x, 1), torch.tensor([[3, 1, 3, 1], [2, 2, 5, 5]])),
+    "sign": (lambda x: (x.sign(), x.sgn()), ODD),
+    "copysign": (lambda x: torch.copysign(x, -1), LARGE % 5),
+    "sigmoid of bytes": (lambda x: (x.sigmoid(), torch.erf(x), (x + 1).rsqrt()), BYTES),
+    "own dtype": (lambda x: (x.lgamma(), torch.logit(x, eps=0.1)), SHORT),
+    "no axes": (lambda x: (x.var(()), torch.std(x, dim=[]), *torch.var_mean(x, dim=())), FLOATS),
+    "norm": (lambda x: (torch.linalg.vector_norm(x, 0, 1), torch.linalg.vector_norm(x, dim=())), FLOATS),
+    "norm in float32": (lambda x: torch.linalg.vector_norm(x, dim=1, dtype=torch.float32), SHORT),
+    "put": (lambda x: x.put(torch.tensor([0, -1, 0]), torch.tensor([1.0, 2.0, 3.0]), accumulate=True), FLOATS),
+    "slice_scatter": (lambda x: torch.slice_scatter(x, torch.ones(2, 1), -1, 1, 2), FLOATS),
+    "diagonal_scatter": (lambda x: torch.diagonal_scatter(x, torch.ones(2), 0, -2, -1), FLOATS),
+    "scatter of a number": (lambda x: x.scatter(1, PLACES, 2.0, reduce="multiply"), FLOATS),
+    "addmv without its sum": (lambda x: torch.addmv(x[:, 0] * NAN, x, x[0], beta=0), FLOATS),
+    "hardtanh": (lambda x: F.hardtanh(x, -0.5, 0.5), LARGE),
+    "bincount": (lambda x: torch.bincount(x, x), torch.tensor([1, 3, 1])),
+    "logdet": (lambda x: torch.logdet(x), torch.tensor([[0.0, 1.0], [1.0, 0.0]])),
+    "eigvalsh of a triangle": (lambda x: torch.linalg.eigvalsh(x, UPLO="U"), SQUARE),
+    "cholesky_ex": (lambda x: torch.linalg.cholesky_ex(x)[1], torch.tensor([[1.0, 0.0], [0.0, -1.0]])),
+    "pinv": (lambda x: torch.linalg.pinv(x, atol=3.0), SQUARE),
+    "qr": (lambda x: torch.qr(x.T, some=False)[0].abs()[:, :2], FLOATS),
+    "irfft2 of an odd length": (lambda x: torch.fft.irfft2(torch.complex(x, x), s=(2, 5)), FLOATS),
+    "linspace": (lambda x: (torch.linspace(x[0, 0], x[0, 2], 4), torch.full((2,), x[0, 0])), FLOATS),
+    "maxima of -inf": (lambda x: F.max_pool2d(x[None] * 0 - INF, 2, 1, 1, return_indices=True), SQUARE),
+    "adaptive maxima": (lambda x: F.adaptive_max_pool2d(x[None], (2, 2), return_indices=True), SQUARE),
+    "running statistics": (lambda x: _normalized(F.batch_norm, x), FLOATS),
+    "of instances": (lambda x: _normalized(lambda x, *kept, **_: F.instance_norm(x.T[None], *kept), x), FLOATS),
+}
+
+
+def _normalized(norm, x):
+    mean, var = x[0] * 0, x[0] * 0 + 1
+    return norm(x, mean, var, training=True), mean, var
+
+
+def _arrays(function, x):
+    weights, extracted = extract_jax(Module(function))
+    found = extracted(weights, (x.clone(),))
+    return [
+        to_torch_tensor(jax.numpy.asarray(each)) for each in (found if isinstance(found, tuple | list) else [found])
+    ]
+
+
+@pytest.mark.filterwarnings("ignore:torch.qr is deprecated")
+@pytest.mark.filterwarnings("ignore:The reduce argument of torch.scatter")
+@pytest.mark.parametrize("name", CASES)
+def test_an_operator_is_exact(name):
+    function, x = CASES[name]
+    expected = function(x.clone())
+    expected = expected if isinstance(expected, tuple | list) else [expected]
+    narrow = {torch.int64: torch.int32, torch.float64: torch.float32}
+    for one, other in zip(_arrays(function, x), expected, strict=True):
+        assert one.dtype == narrow.get(other.dtype, other.dtype)
+        exact = not other.is_floating_point()
+        limits = {"atol": 0, "rtol": 0} if exact else {"atol": 1e-5, "rtol": 8e-3 if other.itemsize == 2 else 1e-5}
+        torch.testing.assert_close(one.to(other.dtype), other, equal_nan=True, **limits)
+
+
+def test_numbers_are_drawn_anew_and_from_the_range():
+    def run(x):
+        drawn = [torch.empty_like(x).exponential_(2.0), torch.empty_like(x).exponential_(2.0)]
+        rows = [torch.empty_like(x).random_(2, 10), torch.empty_like(x).random_(3), torch.normal(x, x * 0)]
+        return [*drawn, *rows, torch.empty_like(x).cauchy_(), torch.empty_like(x).cauchy_()]
+
+    one, other, between, below, exact, first, second = _arrays(run, torch.ones(400, 50))
+    assert not torch.equal(one, other) and not torch.equal(first, second)
+    assert abs(one.mean() - 0.5) < 0.02 and abs(first.median()) < 0.05
+    assert set(between.unique().tolist()) == set(range(2, 10)) and set(below.unique().tolist()) == {0.0, 1.0, 2.0}
+    assert (exact == 1).all()
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda x: F.embedding(torch.tensor([0]), x, max_norm=1.0), "expected no max_norm"),
+        (lambda x: x.int() ** -1, "exponent of at least 0"),
+    ],
+)
+def test_what_is_not_computed_is_refused(function, message):
+    weights, extracted = extract_jax(Module(function))
+    with pytest.raises(UnsupportedModelError, match=message):
+        extracted(weights, (FLOATS,))
+
+
+def test_derivatives_of_cumulative_logarithms():
+    x = torch.tensor(np.random.default_rng(0).normal(size=(9, 3)) * 4, dtype=torch.float64, requires_grad=True)
+    factors = torch.arange(27.0).view(9, 3) - 8
+    (wanted,) = torch.autograd.grad((torch.logcumsumexp(x, 0) * factors).sum(), x)
+    weights, extracted = extract_jax(Module(lambda x: torch.logcumsumexp(x, 0)))
+    gradient = jax.jit(jax.grad(lambda x: (extracted(weights, (x,)) * factors.numpy()).sum()))
+    found = gradient(x.detach().float().numpy())
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_attention_of_one_query_over_many_keys():
+    queries, keys = torch.randn(1, 1, 3, 8), torch.randn(4, 2, 6, 8)
+    weights, extracted = extract_jax(Module(lambda x: F.scaled_dot_product_attention(x, keys, keys)))
+    expected = F.scaled_dot_product_attention(queries, keys, keys)
+    torch.testing.assert_close(to_torch_tensor(extracted(weights, (queries,))), expected, atol=1e-5, rtol=1e-5)
