@@ -26,6 +26,7 @@ from model_adapters.lowerings import (
     masked_writes,
     order_statistics,
     pooling,
+    promotion,
     resize,
     special_cases,
     spectral,
@@ -117,6 +118,7 @@ def install() -> None:
     _take_by_host_indices()
     _stay_on_device()
     _view_bits()
+    promotion.install()
     written_results.install()
     aliases.install()
     _keep_values_of_new_tensors()

@@ -64,6 +64,9 @@ CASES = {
     "adaptive maxima": (lambda x: F.adaptive_max_pool2d(x[None], (2, 2), return_indices=True), SQUARE),
     "running statistics": (lambda x: _normalized(F.batch_norm, x), FLOATS),
     "of instances": (lambda x: _normalized(lambda x, *kept, **_: F.instance_norm(x.T[None], *kept), x), FLOATS),
+    "operands without axes": (lambda x: (x + torch.tensor(0.1), torch.where(x > 0, x, torch.tensor(0.5))), SHORT),
+    "a traced one": (lambda x: (x * x.float().mean(), torch.maximum(x, x.float().sum())), SHORT),
+    "of a higher kind": (lambda x: (x + torch.tensor(0.5), x + torch.tensor(1, dtype=torch.int8)), LARGE % 9),
 }
 
 

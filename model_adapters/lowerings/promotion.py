@@ -1,0 +1,66 @@
+"""PyTorch's rule for operands without axes: they do not widen the others' dtype.
+
+``torch.ones(4, dtype=torch.bfloat16) + torch.tensor(0.1)`` is bfloat16 for PyTorch, and float32 for JAX.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+
+from model_adapters.bridge.views import TorchTensor, as_views, default_env
+
+_NAMES = """
+add sub rsub mul div true_divide floor_divide remainder fmod pow maximum minimum fmax fmin where clamp clamp_min
+clamp_max atan2 hypot logaddexp logaddexp2 xlogy addcmul addcdiv lerp copysign bitwise_and bitwise_or bitwise_xor
+eq ne lt le gt ge
+"""
+_ELEMENTWISE = frozenset(
+    getattr(packet, overload)
+    for packet in (getattr(torch.ops.aten, name) for name in _NAMES.split())
+    for overload in packet.overloads()
+)
+"""Operators of several operands that are computed in one dtype."""
+_KINDS = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
+
+
+def install() -> None:
+    """Makes torchax give operands without axes the dtype of the others."""
+    env = default_env()
+    theirs = env.dispatch
+
+    def dispatch(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        if func in _ELEMENTWISE and any(isinstance(x, torch.Tensor) and not x.ndim for x in args):
+            args = _narrowed(args, func is torch.ops.aten.where.self)
+        return theirs(func, types, args, kwargs)
+
+    env.dispatch = dispatch
+
+
+def _kind(dtype: Any) -> int:
+    return max(place for place, kind in enumerate(_KINDS) if place == 0 or jnp.issubdtype(dtype, kind))
+
+
+def _narrowed(args: Any, has_condition: bool) -> Any:
+    """Returns operands of which those without axes have the dtype of the others.
+
+    They keep their own where it is of a higher kind.
+    """
+    first = 1 if has_condition else 0
+    operands = [x for x in args[first:] if isinstance(x, torch.Tensor)]
+    if all(x.ndim for x in operands) or not any(x.ndim for x in operands):
+        return args
+    views = as_views(tuple(args))
+    arrays = [x._elem for x in views[first:] if isinstance(x, TorchTensor)]
+    wanted = jnp.result_type(*(x.dtype for x in arrays if x.ndim))
+
+    def narrowed(x: Any) -> Any:
+        if not isinstance(x, TorchTensor) or x.ndim or x._elem.dtype == wanted or _kind(x._elem.dtype) > _kind(wanted):
+            return x
+        with jax.ensure_compile_time_eval():  # a known value stays one
+            return TorchTensor(x._elem.astype(wanted), default_env())
+
+    return (*views[:first], *map(narrowed, views[first:]))
