@@ -24,6 +24,9 @@ def install() -> None:
     for packet in (aten.slice_scatter, aten.diagonal_scatter):
         set_lowering(packet, _counted_from_the_end(get_lowering(packet), packet is aten.diagonal_scatter))
     set_lowering(aten.scatter, _scatter(get_lowering(aten.scatter)))
+    set_lowering(aten.repeat_interleave.self_int, _repeated)
+    set_lowering(aten.repeat_interleave.self_Tensor, _repeated)
+    set_lowering(aten.repeat_interleave.Tensor, lambda x, **size: _repeated(jnp.arange(x.shape[0]), x, **size))
     set_lowering(aten.addmv, _addmv)
     set_lowering(aten.hardtanh, _hardtanh)
     set_lowering(aten.bincount, _bincount)
@@ -77,6 +80,11 @@ def _scatter(theirs: Callable[..., Any]) -> Callable[..., Any]:
         return theirs(x, dim, index, src, reduce)
 
     return scatter
+
+
+def _repeated(x: jax.Array, repeats: Any, dim: int | None = None, *, output_size: int | None = None) -> jax.Array:
+    """Computes ``torch.repeat_interleave``."""
+    return jnp.repeat(x, repeats, dim, total_repeat_length=output_size)
 
 
 def _addmv(x: jax.Array, matrix: jax.Array, vector: jax.Array, *, beta: Any = 1, alpha: Any = 1) -> jax.Array:

@@ -52,6 +52,7 @@ from model_adapters.lowerings.torchax_fixes import (
     _keep_values_of_new_tensors,
     _mend_copy,
     _mend_type_as,
+    _name_unknown_dtypes,
     _order_equal_values,
     _stay_on_device,
     _take_by_host_indices,
@@ -94,6 +95,7 @@ def install() -> None:
     _mend_copy()
     _fill_with_normal_numbers()
     _mend_type_as()
+    _name_unknown_dtypes()
     _order_equal_values()
     _draw_random_numbers()
     _update_running_statistics()

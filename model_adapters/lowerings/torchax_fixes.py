@@ -194,6 +194,22 @@ def _stay_on_device() -> None:
     env.override_op_definition(torch.Tensor.cpu, lambda x, *args, **kwargs: x)
 
 
+def _name_unknown_dtypes() -> None:
+    """Makes a dtype that JAX lacks, such as ``torch.complex32``, an error that names it."""
+    mappings = torchax.ops.mappings
+    theirs = mappings.t2j_dtype
+
+    def t2j_dtype(dtype: torch.dtype) -> Any:
+        try:
+            return theirs(dtype)
+        except RuntimeError:
+            raise UnsupportedModelError(
+                f"{dtype}: expected a dtype that JAX has; convert to another, such as float32 or complex64"
+            ) from None
+
+    mappings.t2j_dtype = t2j_dtype
+
+
 def _keep_values_of_new_tensors() -> None:
     """Lets ``tensor.new_tensor(data)`` be a tensor on the host.
 

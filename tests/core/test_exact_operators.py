@@ -50,6 +50,7 @@ CASES = {
     "slice_scatter": (lambda x: torch.slice_scatter(x, torch.ones(2, 1), -1, 1, 2), FLOATS),
     "diagonal_scatter": (lambda x: torch.diagonal_scatter(x, torch.ones(2), 0, -2, -1), FLOATS),
     "scatter of a number": (lambda x: x.scatter(1, PLACES, 2.0, reduce="multiply"), FLOATS),
+    "repeats": (lambda x: torch.repeat_interleave(x, torch.tensor([1, 2]), 0, output_size=3), FLOATS),
     "addmv without its sum": (lambda x: torch.addmv(x[:, 0] * NAN, x, x[0], beta=0), FLOATS),
     "hardtanh": (lambda x: F.hardtanh(x, -0.5, 0.5), LARGE),
     "bincount": (lambda x: torch.bincount(x, x), torch.tensor([1, 3, 1])),
@@ -116,6 +117,7 @@ def test_numbers_are_drawn_anew_and_from_the_range():
     [
         (lambda x: F.embedding(torch.tensor([0]), x, max_norm=1.0), "expected no max_norm"),
         (lambda x: x.int() ** -1, "exponent of at least 0"),
+        (lambda x: x.chalf(), "torch.complex32: expected a dtype that JAX has"),
     ],
 )
 def test_what_is_not_computed_is_refused(function, message):
