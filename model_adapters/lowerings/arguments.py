@@ -58,7 +58,8 @@ def _vector_norm(theirs: Callable[..., Any]) -> Callable[..., Any]:
 def _put(x: jax.Array, index: jax.Array, source: jax.Array, accumulate: bool = False) -> jax.Array:
     """Computes ``torch.put``, which adds up what goes to one place."""
     at, values = x.reshape(-1).at[index.reshape(-1)], source.reshape(-1).astype(x.dtype)
-    return (at.add(values) if accumulate else at.set(values)).reshape(x.shape)
+    added = at.max if x.dtype == bool else at.add
+    return (added(values) if accumulate else at.set(values)).reshape(x.shape)
 
 
 def _counted_from_the_end(theirs: Callable[..., Any], has_two: bool) -> Callable[..., Any]:

@@ -188,6 +188,8 @@ def _cat(tensors: Sequence[jax.Array], dim: int = 0) -> jax.Array:
 def _index_add(x: jax.Array, dim: int, index: jax.Array, source: jax.Array, *, alpha: float = 1) -> jax.Array:
     """Computes ``torch.index_add`` for an index known on the host, which torch refuses."""
     added = (alpha * source).astype(x.dtype)
+    if x.dtype == bool:
+        return _index_add(x.astype(jnp.int32), dim, index, added.astype(jnp.int32)) != 0
     if not x.ndim:
         return x + added.reshape(-1).sum()
     return x.at[(slice(None),) * (dim % x.ndim) + (index.reshape(-1),)].add(added)

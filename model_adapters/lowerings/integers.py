@@ -20,6 +20,9 @@ def install() -> None:
     """Registers the lowerings in torchax's table."""
     aten = torch.ops.aten
     set_lowering(aten.div, _div(get_lowering(aten.div)))
+    for overload in (aten.add.Tensor, aten.add.Scalar):
+        set_lowering(overload, _add(get_lowering(overload)), keep_kind=True)
+    set_lowering(aten.scatter_add, _scatter_add(get_lowering(aten.scatter_add)))
     set_lowering(aten.pow, _pow(get_lowering(aten.pow)))
     set_lowering(aten.fmod, _fmod)
     set_lowering(aten.cumsum, _cumulative(jnp.cumsum))
@@ -68,6 +71,31 @@ def _div(theirs: Callable[..., Any]) -> Callable[..., Any]:
         return jnp.floor_divide(first, second) if rounding_mode == "floor" else jax.lax.div(first, second)
 
     return div
+
+
+def is_bool(x: Any) -> bool:
+    """Tells whether `x`, an array or a number, is of truth values."""
+    return isinstance(x, bool) or (hasattr(x, "dtype") and x.dtype == bool)
+
+
+def _add(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the lowering of a sum; that of truth values is one."""
+
+    def add(x: Any, y: Any, *, alpha: Any = 1) -> Any:
+        if is_bool(x) and is_bool(y):
+            return x | y if alpha else x | False
+        return theirs(x, y, alpha=alpha)
+
+    return add
+
+
+def _scatter_add(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    def scatter_add(x: jax.Array, dim: int, index: jax.Array, src: jax.Array) -> Any:
+        if not is_bool(x):
+            return theirs(x, dim, index, src)
+        return theirs(x.astype(jnp.int32), dim, index, src.astype(jnp.int32)) != 0
+
+    return scatter_add
 
 
 def _fmod(x: Any, y: Any) -> jax.Array:
@@ -132,6 +160,8 @@ def _in_own_dtype(theirs: Callable[..., Any]) -> Callable[..., Any]:
 
 def _sign(x: jax.Array) -> jax.Array:
     """Computes ``torch.sign`` and ``torch.sgn``; NaN has the sign 0."""
+    if is_bool(x):
+        return x
     return jnp.sign(x) if is_integer(x) else jnp.where(jnp.isnan(x), 0, jnp.sign(x)).astype(x.dtype)
 
 

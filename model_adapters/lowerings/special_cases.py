@@ -88,6 +88,8 @@ def _as_strided_scatter(
     for axis, (length, step) in enumerate(zip(size, stride, strict=True)):
         places = places + (np.arange(length) * step).reshape(-1, *(1,) * (len(size) - axis - 1))
     flat = x.reshape(-1)
+    if x.dtype == bool:
+        return flat.at[places].set(source).reshape(x.shape)
     kept, sums = flat.at[places].set(source), flat.at[places].set(0).at[places].add(source)
     return (sums + jax.lax.stop_gradient(kept - sums)).reshape(x.shape)
 

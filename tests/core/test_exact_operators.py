@@ -50,6 +50,8 @@ CASES = {
     "slice_scatter": (lambda x: torch.slice_scatter(x, torch.ones(2, 1), -1, 1, 2), FLOATS),
     "diagonal_scatter": (lambda x: torch.diagonal_scatter(x, torch.ones(2), 0, -2, -1), FLOATS),
     "scatter of a number": (lambda x: x.scatter(1, PLACES, 2.0, reduce="multiply"), FLOATS),
+    "sums of truth values": (lambda x: (x + x, x + True, x.sign(), x.index_add(0, PLACES[1], x)), BYTES > 5),
+    "added truth values": (lambda x: x.scatter_add(1, PLACES, x[:, :2]), BYTES > 5),
     "repeats": (lambda x: torch.repeat_interleave(x, torch.tensor([1, 2]), 0, output_size=3), FLOATS),
     "addmv without its sum": (lambda x: torch.addmv(x[:, 0] * NAN, x, x[0], beta=0), FLOATS),
     "hardtanh": (lambda x: F.hardtanh(x, -0.5, 0.5), LARGE),
