@@ -179,11 +179,17 @@ def test_pooling_has_embeddings_of_tokens_and_of_texts(colbert, dense):
     assert [each["score"] for each in scores] == pytest.approx(expected.tolist(), rel=1e-5)
     check_refused(post(server, "/pooling", input=TEXTS, dimensions=4), "dimensions")
     check_refused(post(server, "/pooling", input=TEXTS, task="embed"), "task")
+    check_refused(post(server, "/pooling", messages=[{"role": "user", "content": "a"}]), "messages")
+    data = post(server, "/v1/embeddings", input=TEXTS, input_type="query").json()["data"]
+    for found, wanted in zip(data, model.embed_tokens(TEXTS, task="query"), strict=True):
+        np.testing.assert_allclose(found["embedding"], wanted, atol=1e-5)
+    check_refused(post(server, "/v1/embeddings", input=TEXTS, dimensions=4), "dimensions")
     assert post(server, "/pooling", input=TEXTS, task="token_classify").status_code == 404
     server, model = dense
     data = post(server, "/pooling", input=TEXTS, task="embed", dimensions=8).json()["data"]
     np.testing.assert_allclose([each["data"] for each in data], model.embed(TEXTS)[:, :8], atol=1e-5)
     check_refused(post(server, "/pooling", input=TEXTS, task="embed", input_type="query"), "input_type")
+    check_refused(post(server, "/v1/embeddings", input=TEXTS, input_type="query"), "input_type")
 
 
 def test_tei_ranks_and_predicts(ranker):

@@ -32,6 +32,11 @@ class RetrievesTexts(EmbedsTexts):
         """Names of the checkpoint's prompts; none without files that say how it embeds texts."""
         return tuple(self._embedder(chooses=False).rule.prompts) if self.embeds_by_files else ()
 
+    @property
+    def embeds_tokens(self) -> bool:
+        """Whether the files say that each token has an embedding (ColBERT)."""
+        return self.embeds_by_files and self._embedder(chooses=False).tokens is not None
+
     def embed_sparse(
         self,
         texts: str | Sequence[Text],

@@ -40,22 +40,23 @@ def refuse_objects(given: Any, field: str, name: str) -> None:
         )
 
 
-async def files_of(request: Request, service: ModelService, given: Any, kind: str) -> list[Any]:
-    """Returns the images (PIL) or samples (float32[num_samples]) of the field ``input``.
+async def files_of(request: Request, service: ModelService, given: Any, kind: str, field: str = "input") -> list[Any]:
+    """Returns the images (PIL) or samples (float32[num_samples]) of a field.
 
     Args:
         request: Of the client.
         service: The model.
-        given: The field.
+        given: The field's value.
         kind: ``image`` or ``audio``.
+        field: Its name, for errors.
 
     Raises:
         ApiError: 400 for texts, for files of another kind, and for those that cannot be read.
     """
-    messages = _as_messages(given)
+    messages = _as_messages(given, field)
     most = context_of(request).options.request.max_texts
     if len(messages) > most:
-        raise bad_request(f"input: expected 1 to {most} files, got {len(messages)}", "input", "invalid_value")
+        raise bad_request(f"{field}: expected 1 to {most} files, got {len(messages)}", field, "invalid_value")
     model: Any = service.model
     rate = model.sampling_rate if kind == "audio" else None
     try:
@@ -64,11 +65,11 @@ async def files_of(request: Request, service: ModelService, given: Any, kind: st
     except ApiError as error:
         message = error.message
         for index in range(len(messages)):
-            message = message.replace(f"messages[{index}].content[0]", f"input[{index}]")
-        raise bad_request(message.replace("messages", "input"), "input", "invalid_value") from error
+            message = message.replace(f"messages[{index}].content[0]", f"{field}[{index}]")
+        raise bad_request(message.replace("messages", field), field, "invalid_value") from error
     parts = [message["content"][0] for message in read]
     if wrong := next((part["type"] for part in parts if part["type"] != kind), None):
-        raise bad_request(f"input: expected files of type {kind}, got {wrong}", "input", "invalid_value")
+        raise bad_request(f"{field}: expected files of type {kind}, got {wrong}", field, "invalid_value")
     return [part[kind] for part in parts]
 
 
@@ -86,10 +87,12 @@ async def labels_of(
     return await results(request, model.aclassify_audio, files, sampling_rate=model.sampling_rate, top_k=None)
 
 
-async def results(request: Request, call: Any, items: Any, *, timeout_s: float | None = None, **options: Any) -> Any:
+async def results(
+    request: Request, call: Any, items: Any, *, timeout_s: float | None = None, field: str = "input", **options: Any
+) -> Any:
     """Returns what a method of the model returns, within the limits of the server.
 
-    `timeout_s` is a further one of the request.
+    `timeout_s` is a further one of the request, whose items are in `field`.
 
     Raises:
         ApiError: 400 for what the method refuses.
@@ -100,41 +103,41 @@ async def results(request: Request, call: Any, items: Any, *, timeout_s: float |
     try:
         return await until_disconnect(request.receive, work)
     except (InvalidArgumentError, UnsupportedModelError) as error:
-        field = str(error).partition(":")[0]
-        known = field if field.isidentifier() and len(field) < 20 and field not in ("images", "audio") else "input"
+        name = str(error).partition(":")[0]
+        known = name if name.isidentifier() and len(name) < 20 and name not in ("images", "audio", "queries") else field
         raise bad_request(str(error), known, "invalid_value") from error
 
 
-def _as_messages(given: Any) -> list[dict[str, Any]]:
+def _as_messages(given: Any, field: str) -> list[dict[str, Any]]:
     """Returns the objects of a field, each as a message whose content is one part with a file."""
     if not are_objects(given):
-        raise bad_request(f"input: expected files, as {_FORMS}, got texts or token ids", "input", "invalid_value")
+        raise bad_request(f"{field}: expected files, as {_FORMS}, got texts or token ids", field, "invalid_value")
     objects = [given] if isinstance(given, dict) else given
-    return [{"role": "user", "content": [_part(each, f"input[{i}]")]} for i, each in enumerate(objects)]
+    return [{"role": "user", "content": [_part(each, field, f"{field}[{i}]")]} for i, each in enumerate(objects)]
 
 
-def _part(given: Any, where: str) -> dict[str, Any]:
+def _part(given: Any, field: str, where: str) -> dict[str, Any]:
     if isinstance(given, Mapping) and "multimodal_data" in given:
         data, text = given["multimodal_data"], given.get("prompt_string", PLACEHOLDER)
         if not isinstance(data, list) or len(data) != 1 or not isinstance(data[0], str) or text != PLACEHOLDER:
             raise bad_request(
                 f'{where}: expected one file in multimodal_data, and prompt_string "{PLACEHOLDER}", got something else',
-                "input",
+                field,
                 "invalid_value",
             )
-        return _of_bytes(data[0], where)
+        return _of_bytes(data[0], field, where)
     content = given.get("content", [given]) if isinstance(given, Mapping) else None
     if not isinstance(content, list) or len(content) != 1 or not isinstance(content[0], dict):
-        raise bad_request(f"{where}: expected one part with a file, as {_FORMS}, got others", "input", "invalid_value")
+        raise bad_request(f"{where}: expected one part with a file, as {_FORMS}, got others", field, "invalid_value")
     return dict(content[0])
 
 
-def _of_bytes(data: str, where: str) -> dict[str, Any]:
+def _of_bytes(data: str, field: str, where: str) -> dict[str, Any]:
     """Returns the part of a file in base64, whose kind its first bytes say."""
     try:
         begin = base64.b64decode(data[:16], validate=True)
     except (binascii.Error, ValueError) as error:
-        raise bad_request(f"{where}: expected base64, got something else", "input", "invalid_value") from error
+        raise bad_request(f"{where}: expected base64, got something else", field, "invalid_value") from error
     if begin.startswith(_SOUND) or (begin.startswith(b"RIFF") and begin[8:12] == b"WAVE"):
         return {"type": "input_audio", "input_audio": {"data": data}}
     return {"type": "image_url", "image_url": {"url": f"data:application/octet-stream;base64,{data}"}}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from starlette.requests import Request
@@ -21,7 +21,10 @@ _PRIORITY = re.compile("-?[0-9]{1,18}")
 
 
 async def read_for_model(
-    request: Request, kind: type[Body], task: str | None, name_of: Callable[[Body], str | None] | None = None
+    request: Request,
+    kind: type[Body],
+    task: str | Sequence[str] | None,
+    name_of: Callable[[Body], str | None] | None = None,
 ) -> tuple[ModelService, Body]:
     """Returns the model that a request names, loaded, and the request's body.
 
@@ -30,7 +33,7 @@ async def read_for_model(
     Args:
         request: The request.
         kind: Its body.
-        task: What the model has to do; None: have a tokenizer.
+        task: What the model has to do, or one of several; None: have a tokenizer.
         name_of: Returns the name that a body has; None: its field `model`.
 
     Raises:
@@ -65,7 +68,7 @@ def _with_priority(body: Body, given: str) -> Body:
     return body.model_copy(update={"priority": int(given)})
 
 
-def _check_task(request: Request, service: ModelService, task: str | None) -> None:
+def _check_task(request: Request, service: ModelService, task: str | Sequence[str] | None) -> None:
     route = request.scope["path"]
     if task is not None:
         service.require(task, route)

@@ -56,6 +56,7 @@ _MODELS: Mapping[str, str] = {
     "generate": "a model that generates text",
     "embed": "a model with embeddings",
     "rank": "a cross-encoder (ForSequenceClassification with one label) or a model whose files say how it embeds texts",
+    "token_embed": "a model with embeddings of tokens",
     "classify": "a classifier of texts (ForSequenceClassification), images or sound",
     "generate_image": "a pipeline of diffusers",
     "label tokens": "a classifier of tokens (ForTokenClassification)",
@@ -157,16 +158,23 @@ class ModelService:
             found.append("transcribe")
         return (*found, "rank") if self._ranks else tuple(found)
 
+    @functools.cached_property
+    def embeds_tokens(self) -> bool:
+        """Whether the model's files say that each token of a text has an embedding (ColBERT)."""
+        model = self.model
+        return not hasattr(type(model), "aembed_images") and bool(getattr(model, "embeds_tokens", False))
+
     @property
     def _ranks(self) -> bool:
         """Whether the model's files say how it scores pairs, by embeddings or logits."""
         return self.model.scores_by_logits or self.model.embeds_by_files
 
-    def require(self, task: str, route: str) -> None:
-        """Raises ApiError, 404, unless the model can do `task`."""
-        if task not in self.tasks:
+    def require(self, task: str | Sequence[str], route: str) -> None:
+        """Raises ApiError, 404, unless the model can do `task`, or one of several."""
+        tasks = [task] if isinstance(task, str) else task
+        if not any(each in self.tasks for each in tasks):
             own = ", ".join(self.tasks)
-            raise ApiError(404, f"{route}: expected {_MODELS[task]}, got {self.name}, whose tasks are {own}")
+            raise ApiError(404, f"{route}: expected {_MODELS[tasks[0]]}, got {self.name}, whose tasks are {own}")
 
     def settle_name(self, body: NamedRequest, key: ApiKey | None = None, *, may_be_adapter: bool = False) -> None:
         """Gives a request without a name the served model's; raises as `check_name`."""
@@ -384,4 +392,5 @@ def _encoder_tasks(class_name: str, num_labels: int | None) -> tuple[str, ...]:
 def _tasks_of_methods(methods: Sequence[str]) -> tuple[str, ...]:
     """Returns the tasks of a model with heads for images or sound."""
     names = {"classify_images": "classify", "classify_audio": "classify", "embed_images": "embed"}
+    names |= {"embed_queries": "token_embed", "embed_pages": "token_embed", "score_pages": "rank"}
     return tuple(dict.fromkeys(names.get(method, method) for method in methods if method != "transcribe"))

@@ -17,7 +17,7 @@ from model_adapters.errors import UnsupportedModelError
 from torchax_serve.server.context import context_of
 from torchax_serve.server.errors import bad_request, in_words_of_requests
 from torchax_serve.server.json_lists import list_response
-from torchax_serve.server.media_inputs import files_of, labels_of, refuse_objects, results
+from torchax_serve.server.media_inputs import are_objects, files_of, labels_of, refuse_objects, results
 from torchax_serve.server.model_requests import read_for_model
 from torchax_serve.server.model_service import ModelService
 from torchax_serve.server.pooling_schemas import (
@@ -31,11 +31,21 @@ from torchax_serve.server.pooling_schemas import (
 )
 from torchax_serve.server.request_checks import check_text_size
 from torchax_serve.server.sse import until_disconnect
+from torchax_serve.server.token_vectors import (
+    TASKS,
+    finds_pages,
+    has_token_vectors,
+    inputs_of_messages,
+    page_scores,
+    page_vectors,
+    vector_usage,
+)
 
 if TYPE_CHECKING:  # it imports torch, which a recorded start needs not
     from torchax_serve.entrypoints.encoder_model import EncoderModel
 
 Body = TypeVar("Body", bound=PoolingRequest)
+_Inputs = TypeVar("_Inputs", EmbeddingRequest, TokenPoolingRequest)
 
 _FIELDS: Mapping[str, str] = {
     "truncate_dim": "dimensions",
@@ -47,7 +57,7 @@ _FIELDS: Mapping[str, str] = {
 """Names at the beginning of errors that are not about texts, and their fields."""
 
 
-async def _read(request: Request, kind: type[Body], task: str | None) -> tuple[ModelService, Body]:
+async def _read(request: Request, kind: type[Body], task: str | Sequence[str] | None) -> tuple[ModelService, Body]:
     service, body = await read_for_model(request, kind, task)
     service.settle_name(body, request.state.key)
     most, limit = body.truncate_prompt_tokens, service.max_model_len
@@ -123,14 +133,69 @@ async def charge_tokens(
 
 
 async def embeddings(request: Request) -> Response:
-    """Returns embeddings of texts."""
-    service, body = await _read(request, EmbeddingRequest, "embed")
-    found, usage = await embedded(request, service, body)
+    """Returns embeddings of texts or images; of a multi-vector model one for each token."""
+    service, body = await _read(request, EmbeddingRequest, TASKS)
+    body = _with_input(service, body)
+    if finds_pages(service) or (body.pooling is None and await has_token_vectors(service)):
+        found, usage = await _vectors(request, service, body)
+    elif body.input_type is not None:
+        message = "input_type: expected null for a model with one embedding for each text, got a value; ask /v2/embed"
+        raise bad_request(message, "input_type", "unsupported_parameter")
+    else:
+        found, usage = await embedded(request, service, body)
     data = (
         {"object": "embedding", "index": index, "embedding": _encoded(row, body.encoding_format)}
         for index, row in enumerate(found)
     )
     return await list_response(service, "data", data, {"object": "list", "model": body.model, "usage": usage})
+
+
+def _with_input(service: ModelService, body: _Inputs) -> _Inputs:
+    """Returns a request whose field `input` has what its messages say.
+
+    Raises:
+        ApiError: 400 for none or both of them, and for messages to a model that reads no images.
+    """
+    if (body.input is None) == (body.messages is None):
+        got = "none" if body.input is None else "both"
+        message = f"input: expected one of input and messages, got {got}"
+        raise bad_request(message, "input", "missing_required_parameter")
+    if body.messages is None:
+        return body
+    if not (finds_pages(service) or hasattr(type(service.model), "aembed_images")):
+        message = f"messages: expected none for {service.name}, which reads no images, got some; give input"
+        raise bad_request(message, "messages", "unsupported_parameter")
+    return body.model_copy(update={"input": inputs_of_messages(body.messages)})
+
+
+async def _vectors(
+    request: Request, service: ModelService, body: EmbeddingRequest
+) -> tuple[list[np.ndarray], dict[str, int]]:
+    """Returns the embeddings of the tokens of each input, float32[num_tokens, size] each, and the usage."""
+    if body.dimensions is not None:
+        message = "dimensions: expected null for embeddings of tokens, got a number"
+        raise bad_request(message, "dimensions", "unsupported_parameter")
+    normalize = body.use_activation if body.normalize is None else body.normalize
+    if finds_pages(service):
+        return await _page_vectors(request, service, body, normalize)
+    refuse_objects(body.input, "input", service.name)
+    texts = texts_of(body.input)
+    options: dict[str, Any] = {"truncate": body.cut, "normalize": normalize, "task": body.input_type or "document"}
+    found = await text_results(request, functools.partial(service.model.aembed_tokens, **options), texts, "input")
+    return found, await _usage(request, service, body, texts)
+
+
+async def _page_vectors(
+    request: Request, service: ModelService, body: EmbeddingRequest | TokenPoolingRequest, normalize: bool | None
+) -> tuple[list[np.ndarray], dict[str, int]]:
+    """Returns the embeddings of the tokens of queries and pages, and the usage."""
+    scaling = "normalize" if body.use_activation is None else "use_activation"
+    for name, value in ((scaling, normalize is False), ("truncate_prompt_tokens", body.cut is not None)):
+        if value:
+            message = f"{name}: expected none for {service.name}, whose processor and forward decide it, got a value"
+            raise bad_request(message, name, "unsupported_parameter")
+    found = await page_vectors(request, service, body.input, body.input_type)
+    return found, vector_usage(request, found)
 
 
 async def embedded(
@@ -166,6 +231,8 @@ async def _embedded_images(
 
 
 def _encoded(row: np.ndarray, form: str | None) -> Any:
+    if form == "base64" and row.ndim > 1:
+        return [_encoded(each, form) for each in row]
     if form == "base64":
         return base64.b64encode(np.asarray(row, "<f4").tobytes()).decode()
     return np.asarray(row, np.float32).tolist()
@@ -219,6 +286,12 @@ async def _classify_files(request: Request, service: ModelService, body: Classif
 async def pooling(request: Request) -> Response:
     """Returns the label or embedding of each token, or the embedding of each text."""
     service, body = await _read(request, TokenPoolingRequest, None)
+    body = _with_input(service, body)
+    if finds_pages(service):
+        data, usage = await _pooled_pages(request, service, body)
+        items = ({"index": index, "object": "pooling", "data": each} for index, each in enumerate(data))
+        return await list_response(service, "data", items, _list("pool", body.model) | {"usage": usage})
+    refuse_objects(body.input, "input", service.name)
     texts = texts_of(body.input)
     task = body.task or ("token_embed" if "embed" in service.tasks else "token_classify")
     if task == "token_classify":
@@ -228,6 +301,19 @@ async def pooling(request: Request) -> Response:
     usage = await _usage(request, service, body, texts)
     items = ({"index": index, "object": "pooling", "data": each} for index, each in enumerate(data))
     return await list_response(service, "data", items, _list("pool", body.model) | {"usage": usage})
+
+
+async def _pooled_pages(
+    request: Request, service: ModelService, body: TokenPoolingRequest
+) -> tuple[Iterator[Any], dict[str, int]]:
+    """Returns the embeddings of the tokens of queries and pages as lists, and the usage."""
+    if body.task not in (None, "token_embed"):
+        raise bad_request(f"task: expected token_embed for {service.name}, got {body.task}", "task", "invalid_value")
+    if body.dimensions is not None:
+        message = "dimensions: expected null for embeddings of tokens, got a number"
+        raise bad_request(message, "dimensions", "unsupported_parameter")
+    found, usage = await _page_vectors(request, service, body, body.use_activation)
+    return (np.asarray(row, np.float32).tolist() for row in found), usage
 
 
 async def _token_labels(
@@ -289,11 +375,13 @@ async def rerank(request: Request) -> Response:
     if body.truncate is not None or body.return_text is not None:
         name = "return_text" if body.truncate is None else "truncate"
         raise bad_request(f"{name}: expected none next to documents, got one", name, "unsupported_parameter")
-    documents = [_document(index, each) for index, each in enumerate(body.documents or ())]
     if not body.query:
         raise bad_request("query: expected some text, got an empty string", "query", "invalid_value")
     if body.top_n is not None and body.top_n < 0:
         raise bad_request(f"top_n: expected a whole number >= 0, got {body.top_n}", "top_n", "invalid_value")
+    if finds_pages(service):
+        return await _rerank_pages(request, service, body)
+    documents = [_document(index, each) for index, each in enumerate(body.documents)]
     pairs = [(body.query, document) for document in documents]
     scores = await _scores(request, service, pairs, body.cut, "documents")
     order = sorted(range(len(pairs)), key=lambda index: -scores[index])[: body.top_n or None]
@@ -307,11 +395,27 @@ async def rerank(request: Request) -> Response:
     return await list_response(service, "results", results, others)
 
 
+async def _rerank_pages(request: Request, service: ModelService, body: RerankRequest) -> Response:
+    """Ranks images of pages for a query; the answer does not repeat them."""
+    for name, value in (("return_documents", body.return_documents), ("truncate_prompt_tokens", body.cut)):
+        if value not in (None, False):
+            raise bad_request(f"{name}: expected none for images, got a value", name, "unsupported_parameter")
+    pages = body.documents or []
+    scores, usage = await page_scores(request, service, [body.query] * len(pages), pages, "documents")
+    order = sorted(range(len(pages)), key=lambda index: -scores[index])[: body.top_n or None]
+    ranked = ({"index": index, "relevance_score": scores[index]} for index in order)
+    others = {"id": f"rerank-{uuid.uuid4().hex}", "model": body.model, "usage": usage}
+    return await list_response(service, "results", ranked, others)
+
+
 async def _rerank_texts(request: Request, service: ModelService, body: RerankRequest, texts: Sequence[str]) -> Response:
     """Returns the ranks of texts in the form of text-embeddings-inference."""
     for name in ("top_n", "return_documents", "truncate_prompt_tokens"):
         if getattr(body, name) is not None:
             raise bad_request(f"{name}: expected none next to texts, got one", name, "unsupported_parameter")
+    if finds_pages(service):
+        message = f"texts: expected documents with images for {service.name}, got texts"
+        raise bad_request(message, "texts", "invalid_value")
     if not body.query:
         raise bad_request("query: expected some text, got an empty string", "query", "invalid_value")
     scores = await _scores(request, service, [(body.query, text) for text in texts], body.truncate, "texts")
@@ -321,16 +425,16 @@ async def _rerank_texts(request: Request, service: ModelService, body: RerankReq
     return JSONResponse(shown)
 
 
-def _document(index: int, document: str | dict[str, str]) -> str:
+def _document(index: int, document: str | dict[str, Any]) -> str:
     if isinstance(document, str):
         return document
-    if set(document) != {"text"}:
+    if set(document) != {"text"} or not isinstance(document["text"], str):
         raise bad_request(
             f'documents[{index}]: expected a text or an object {{"text": ...}}, got {", ".join(document)[:100]}',
             f"documents[{index}]",
             "invalid_value",
         )
-    return document["text"]
+    return str(document["text"])
 
 
 async def score(request: Request) -> Response:
@@ -346,18 +450,26 @@ async def score(request: Request) -> Response:
             "text_1",
             "invalid_value",
         )
-    scores = await _scores(request, service, list(zip(firsts, seconds, strict=True)), body.cut, "text_2")
+    if finds_pages(service):
+        if body.cut is not None:
+            name = "truncate_prompt_tokens"
+            raise bad_request(f"{name}: expected none for images, got one", name, "unsupported_parameter")
+        scores, usage = await page_scores(request, service, firsts, seconds, "text_2")
+    else:
+        if are_objects(firsts) or are_objects(seconds):
+            refuse_objects(seconds if are_objects(seconds) else firsts, "text_2", service.name)
+        scores = await _scores(request, service, list(zip(firsts, seconds, strict=True)), body.cut, "text_2")
+        usage = await _usage(request, service, body, [*firsts, *seconds])
     data = ({"index": index, "object": "score", "score": each} for index, each in enumerate(scores))
-    usage = await _usage(request, service, body, [*firsts, *seconds])
     return await list_response(service, "data", data, _list("score", body.model) | {"usage": usage})
 
 
-def _texts(name: str, *spellings: str | list[str] | None) -> list[str]:
-    """Returns the texts that one of the spellings of a field has."""
+def _texts(name: str, *spellings: Any) -> list[Any]:
+    """Returns the texts or objects that one of the spellings of a field has."""
     given = [each for each in spellings if each is not None]
     if len(given) != 1:
         raise bad_request(f"{name}: expected a text or several, got none or two fields", name, "invalid_value")
-    return [given[0]] if isinstance(given[0], str) else given[0]
+    return [given[0]] if isinstance(given[0], str | dict) else list(given[0])
 
 
 async def _scores(

@@ -22,10 +22,13 @@ _SPECIAL = refused("expected true; give token ids for other texts", True)
 _ACTIVATED = refused("expected true; scores are probabilities as the checkpoint's files say", True)
 _CUT = "tokens that texts are cut to; -1: the model's length; `null` cuts them as the checkpoint's files say"
 _FILES = 'of a model of images or sound an object or several, `{"type": "image_url", ...}`, with one file each'
+_INPUT_TYPE = honoured("how a multi-vector model reads texts, `document` by default; of pages what the inputs are")
+_MESSAGES = honoured("in place of `input`, of a model of images: one message with one part, or a list of such")
 Texts = str | Ids | Strings | Annotated[list[Ids], FAIL_FAST]
 
 
 TextsOrFiles = Texts | dict[str, Any] | Objects
+_Scored = str | Strings | dict[str, Any] | Objects | None
 
 
 def texts_of(given: Any) -> list[Any]:
@@ -58,16 +61,19 @@ class EmbeddingRequest(PoolingRequest):
     """Body of ``/v1/embeddings``."""
 
     routes: ClassVar[tuple[str, ...]] = ("/v1/embeddings",)
-    input: Annotated[TextsOrFiles, honoured(f"a text, token ids, or a list of one of these; {_FILES}")]
+    input: Annotated[TextsOrFiles | None, honoured(f"a text, token ids, or a list of one of these; {_FILES}")] = None
+    messages: Annotated[list[Any] | None, _MESSAGES] = None
     dimensions: Annotated[int | None, honoured("leading values of each embedding")] = None
-    encoding_format: Annotated[Literal["float", "base64"] | None, honoured("base64: little-endian float32")] = None
+    input_type: Annotated[Literal["query", "document"] | None, _INPUT_TYPE] = None
+    encoding_format: Annotated[
+        Literal["float", "base64"] | None, honoured("base64: little-endian float32; of embeddings of tokens one each")
+    ] = None
     normalize: Annotated[bool | None, honoured("length 1; by default as the checkpoint's files say")] = None
     pooling: Annotated[str | None, honoured("`mean`, `cls`, `lasttoken` ...; by default as the checkpoint says")] = None
     add_special_tokens: Annotated[Any, _SPECIAL] = None
     embed_dtype: Annotated[Any, refused("expected float32", "float32")] = None
     endianness: Annotated[Any, refused("expected little", "little", "native")] = None
     use_activation: Annotated[bool | None, honoured("as `normalize`")] = None
-    messages: Annotated[Any, refused("expected none; give input")] = None
 
 
 class ClassifyRequest(PoolingRequest):
@@ -87,7 +93,11 @@ class TokenPoolingRequest(PoolingRequest):
     """Body of ``/pooling``."""
 
     routes: ClassVar[tuple[str, ...]] = ("/pooling",)
-    input: Annotated[Texts, honoured("a text, token ids, or a list of one of these")]
+    input: Annotated[
+        TextsOrFiles | Annotated[list[str | dict[str, Any]], FAIL_FAST] | None,
+        honoured("a text, token ids, or a list of one of these; of a model that finds pages images as well"),
+    ] = None
+    messages: Annotated[list[Any] | None, _MESSAGES] = None
     encoding_format: Annotated[Any, refused("expected float", "float")] = None
     add_special_tokens: Annotated[Any, _SPECIAL] = None
     use_activation: Annotated[
@@ -97,13 +107,10 @@ class TokenPoolingRequest(PoolingRequest):
         Literal["token_classify", "token_embed", "embed"] | None,
         honoured("labels or embeddings of tokens, or an embedding of each text; by default what tokens have"),
     ] = None
-    input_type: Annotated[
-        Literal["query", "document"] | None, honoured("how a multi-vector model reads texts; `document` by default")
-    ] = None
+    input_type: Annotated[Literal["query", "document"] | None, _INPUT_TYPE] = None
     dimensions: Annotated[int | None, honoured("leading values of an embedding, of the task `embed`")] = None
     embed_dtype: Annotated[Any, refused("expected float32", "float32")] = None
     endianness: Annotated[Any, refused("expected little", "little", "native")] = None
-    messages: Annotated[Any, refused("expected none; give input")] = None
 
 
 class RerankRequest(PoolingRequest):
@@ -112,7 +119,8 @@ class RerankRequest(PoolingRequest):
     routes: ClassVar[tuple[str, ...]] = ("/v1/rerank", "/v2/rerank", "/rerank")
     query: Annotated[str, honoured("the text that documents are ranked for")]
     documents: Annotated[
-        Annotated[list[str | dict[str, str]], FAIL_FAST] | None, honoured('texts, or objects `{"text": ...}`')
+        Annotated[list[str | dict[str, Any]], FAIL_FAST] | None,
+        honoured('texts, or objects `{"text": ...}`; images of pages as `{"image": URL}`, `{"content": [...]}`'),
     ] = None
     texts: Annotated[Strings | None, honoured("texts in place of `documents`: the answer is a list, as TEI's")] = None
     top_n: Annotated[int | None, honoured("documents to return; 0 and by default all")] = None
@@ -134,12 +142,12 @@ class ScoreRequest(PoolingRequest):
 
     routes: ClassVar[tuple[str, ...]] = ("/v1/score", "/score")
     text_1: Annotated[str | Strings | None, honoured("a text, or as many as `text_2` has")] = None
-    text_2: Annotated[str | Strings | None, honoured("a text or several")] = None
+    text_2: Annotated[_Scored, honoured('a text or several; images of pages as `{"content": [...]}`')] = None
     queries: Annotated[str | Strings | None, honoured("as `text_1`")] = None
-    documents: Annotated[str | Strings | None, honoured("as `text_2`")] = None
-    items: Annotated[str | Strings | None, honoured("as `text_2`")] = None
+    documents: Annotated[_Scored, honoured("as `text_2`")] = None
+    items: Annotated[_Scored, honoured("as `text_2`")] = None
     data_1: Annotated[str | Strings | None, honoured("as `text_1`")] = None
-    data_2: Annotated[str | Strings | None, honoured("as `text_2`")] = None
+    data_2: Annotated[_Scored, honoured("as `text_2`")] = None
     use_activation: Annotated[Any, _ACTIVATED] = None
 
 
