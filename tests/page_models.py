@@ -57,14 +57,14 @@ def colmodernvbert_processor():
     return ColModernVBertProcessor(images, tokenizer_of(WORDS, ["<image>", *marks]), image_seq_len=1)
 
 
-def colmodernvbert_model():
+def colmodernvbert_model(embedding_dim=16):
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     text = sizes | {"vocab_size": 32, "bos_token_id": 1, "eos_token_id": 1, "cls_token_id": 1, "sep_token_id": 1}
     text |= {"pad_token_id": 0, "global_attn_every_n_layers": 2, "local_attention": 8}
     vision = sizes | {"image_size": 28, "patch_size": 14}
     tokens = {"image_token_id": colmodernvbert_processor().image_token_id, "pixel_shuffle_factor": 2}
     vlm = ModernVBertConfig(text_config=ModernBertConfig(**text), vision_config=SiglipVisionConfig(**vision), **tokens)
-    return ColModernVBertForRetrieval(ColModernVBertConfig(vlm_config=vlm, embedding_dim=16))
+    return ColModernVBertForRetrieval(ColModernVBertConfig(vlm_config=vlm, embedding_dim=embedding_dim))
 
 
 def colpali_model():

@@ -171,7 +171,7 @@ def _with_input(service: ModelService, body: _Inputs) -> _Inputs:
 async def _vectors(
     request: Request, service: ModelService, body: EmbeddingRequest
 ) -> tuple[list[np.ndarray], dict[str, int]]:
-    """Returns the embeddings of the tokens of each input, float32[num_tokens, size] each, and the usage."""
+    """Returns embeddings of tokens, float32[num_tokens, size] of each input, and the usage."""
     if body.dimensions is not None:
         message = "dimensions: expected null for embeddings of tokens, got a number"
         raise bad_request(message, "dimensions", "unsupported_parameter")
