@@ -358,3 +358,35 @@ def test_what_tritonclient_sends_besides(servers):
     answer = httpx.post(f"{url}/infer", json={"inputs": [tensor(pixels)], "parameters": {"timeout": 1}}, timeout=60)
     assert answer.status_code == 504 and isinstance(answer.json()["error"], str)
     assert isinstance(httpx.post(f"{server.url}/v2/embed", json={}).json()["error"], dict)  # Cohere's
+
+
+def test_statistics_and_shared_memory_in_the_form_of_triton(servers):
+    server, _ = servers("vit")
+    pixels = np.zeros((1, 3, 32, 32), np.float32)
+    url = f"{server.url}/v2/models/tiny"
+    (before,) = httpx.get(f"{server.url}/v2/models/stats").json()["model_stats"]
+    for given in (pixels, pixels):
+        assert httpx.post(f"{url}/infer", json={"inputs": [tensor(given)]}, timeout=60).status_code == 200
+    assert httpx.post(f"{url}/infer", json={"inputs": [tensor(pixels) | {"name": "ids"}]}).status_code == 400
+    (after,) = httpx.get(f"{url}/versions/1/stats").json()["model_stats"]
+    assert (after["name"], after["version"]) == ("tiny", "1") and after["last_inference"] > 1e12
+    added = {
+        name: after["inference_stats"][name]["count"] - row["count"] for name, row in before["inference_stats"].items()
+    }
+    parts = dict.fromkeys(("success", "queue", "compute_input", "compute_infer", "compute_output"), 2)
+    assert added == parts | {"fail": 1, "cache_hit": 0, "cache_miss": 0}
+    times = {name: row["ns"] for name, row in after["inference_stats"].items()}
+    assert times["success"] == sum(times[name] for name in parts if name != "success") and times["compute_infer"] > 0
+    assert after["batch_stats"][0]["compute_infer"] == after["inference_stats"]["compute_infer"]
+    for kind in ("system", "cuda"):
+        assert httpx.get(f"{server.url}/v2/{kind}sharedmemory/status").json() == []
+        assert httpx.post(f"{server.url}/v2/{kind}sharedmemory/unregister").status_code == 200
+        answer = httpx.post(f"{server.url}/v2/{kind}sharedmemory/region/a/register", json={"key": "/a", "byte_size": 8})
+        assert (
+            answer.status_code == 400 and "got shared memory, which this server does not read" in answer.json()["error"]
+        )
+    region = {"parameters": {"shared_memory_region": "a", "shared_memory_byte_size": 24}}
+    shared_input = {name: value for name, value in tensor(pixels).items() if name != "data"} | region
+    for body in ({"inputs": [shared_input]}, {"inputs": [tensor(pixels)], "outputs": [{"name": "logits"} | region]}):
+        answer = httpx.post(f"{url}/infer", json=body)
+        assert answer.status_code == 400 and "shared memory, which this server does not read" in answer.json()["error"]

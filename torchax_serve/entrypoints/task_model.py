@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
@@ -76,7 +77,7 @@ class TaskModel(ServedModel):
             QueueFullError: too many inputs are waiting.
             DeadlineError: a time limit has passed.
         """
-        (found,) = self._inferring(inputs).run(timeout_s, queue_timeout_s)
+        ((found, _),) = self._inferring(inputs).run(timeout_s, queue_timeout_s)
         return dict(found)
 
     async def ainfer(
@@ -87,8 +88,19 @@ class TaskModel(ServedModel):
         queue_timeout_s: float | None = None,
     ) -> dict[str, np.ndarray]:
         """Works as `infer` without blocking the event loop."""
-        (found,) = await self._inferring(inputs).run_async(timeout_s, queue_timeout_s)
-        return dict(found)
+        found, _ = await self.atimed_infer(inputs, timeout_s=timeout_s, queue_timeout_s=queue_timeout_s)
+        return found
+
+    async def atimed_infer(
+        self,
+        inputs: Mapping[str, np.ndarray],
+        *,
+        timeout_s: float | None = None,
+        queue_timeout_s: float | None = None,
+    ) -> tuple[dict[str, np.ndarray], int]:
+        """Works as `ainfer`, and returns also the nanoseconds of the forward."""
+        ((found, forward_ns),) = await self._inferring(inputs).run_async(timeout_s, queue_timeout_s)
+        return dict(found), forward_ns
 
     def _inferring(self, inputs: Mapping[str, np.ndarray]) -> QueuedTexts:
         program = self.runtime.program
@@ -99,8 +111,13 @@ class TaskModel(ServedModel):
                 + (f"; it has no {unknown[0]}" if self.main_input in inputs else "")
             )
 
-        def call(items: Sequence[Any]) -> list[dict[str, np.ndarray]]:
-            return [self._forward_arrays(item) for item in items]
+        def call(items: Sequence[Any]) -> list[tuple[dict[str, np.ndarray], int]]:
+            found = []
+            for item in items:
+                began_ns = time.monotonic_ns()
+                outputs = self._forward_arrays(item)
+                found.append((outputs, time.monotonic_ns() - began_ns))
+            return found
 
         return self._call_on_queue(object(), call, [dict(inputs)])
 

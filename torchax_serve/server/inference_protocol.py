@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar
@@ -17,6 +18,7 @@ from torchax_serve import __version__
 from torchax_serve.server.body import parse_body, read_body, too_large
 from torchax_serve.server.context import Stage, context_of
 from torchax_serve.server.errors import ApiError, bad_request
+from torchax_serve.server.inference_statistics import Times
 from torchax_serve.server.media_inputs import results
 from torchax_serve.server.model_service import ModelService
 from torchax_serve.server.notes import note_once
@@ -44,10 +46,12 @@ _RANKS = {"pixel_values": 4, "input_values": 2, "input_features": 3, "input_ids"
 MAX_RANK = 8
 VERSION = "1"
 """Version of every model: a server has one of each."""
+_SHARED = "shared memory"
 _CODINGS = {"gzip": 31, "deflate": 15}
 """Compressions of bodies, and zlib's number for their heads."""
 ROUTES = "/v2/"
 """Beginning of the paths whose errors have this protocol's form, without those of `_OTHERS`."""
+_EXTENSIONS = ("binary_tensor_data", "model_configuration", "statistics")
 _OTHERS = ("/v2/embed", "/v2/rerank")
 
 
@@ -89,7 +93,7 @@ async def repository_index(request: Request) -> Response:
 
 async def server_metadata(request: Request) -> Response:
     """Returns name, version and extensions of the server."""
-    return JSONResponse({"name": "torchax-serve", "version": __version__, "extensions": ["binary_tensor_data"]})
+    return JSONResponse({"name": "torchax-serve", "version": __version__, "extensions": list(_EXTENSIONS)})
 
 
 async def live(request: Request) -> Response:
@@ -144,9 +148,23 @@ async def model_config(request: Request) -> Response:
 
 async def infer(request: Request) -> Response:
     """Returns the outputs of a model's forward for tensors."""
-    service = await _service(request)
+    service, began_ns = await _service(request), time.monotonic_ns()
+    try:
+        content, head_len, times = await _inferred(request, service)
+    except ApiError:
+        service.inference.fail(time.monotonic_ns() - began_ns)
+        raise
+    service.inference.succeed(times)
+    if head_len is None:
+        return Response(content, media_type="application/json")
+    return Response(content, media_type="application/octet-stream", headers={HEADER_LEN: str(head_len)})
+
+
+async def _inferred(request: Request, service: ModelService) -> tuple[bytes, int | None, Times]:
+    """Returns an answer's body, the bytes of its JSON if tensors follow, and its times."""
     limits = context_of(request).options
     data = await read_body(request, limits)
+    read_ns = time.monotonic_ns()
     data = await service.run(_decompressed, request.headers.get("content-encoding"), data, limits)
     head, rest = _split(request, data)
     body = InferRequest.parse(parse_body(head, context_of(request).options))
@@ -164,14 +182,48 @@ async def infer(request: Request) -> Response:
         raise bad_request(message, "parameters", "invalid_value")
     model: Any = service.model
     timeout_s = timeout_us / 1e6 if timeout_us else None  # 0 is none, as in Triton
-    found = await results(request, model.ainfer, arrays, timeout_s=timeout_s)
+    asked_ns = time.monotonic_ns()
+    found, forward_ns = await results(request, model.atimed_infer, arrays, timeout_s=timeout_s)
+    found_ns = time.monotonic_ns()
     is_binary = bool(parameters.get("binary_data_output", False))
     wanted = _wanted(body.outputs, found, is_binary)
     answer = {"model_name": service.name, "id": body.id} if body.id is not None else {"model_name": service.name}
     content, head_len = await service.run(_encoded, answer, {name: found[name] for name in wanted}, wanted)
-    if head_len is None:
-        return Response(content, media_type="application/json")
-    return Response(content, media_type="application/octet-stream", headers={HEADER_LEN: str(head_len)})
+    waited_ns = max(0, found_ns - asked_ns - forward_ns)
+    return content, head_len, Times(asked_ns - read_ns, waited_ns, forward_ns, time.monotonic_ns() - found_ns)
+
+
+async def statistics(request: Request) -> Response:
+    """Returns counts and times of a model's requests; without its name, of all loaded ones."""
+    if "model" in request.path_params:
+        services = [await _service(request)]
+    else:
+        key = request.state.key
+        services = [each for each in context_of(request).loaded if hasattr(type(each.model), "ainfer")]
+        services = [each for each in services if key is None or any(map(key.allows, each.names))]
+    return JSONResponse({"model_stats": [each.inference.shown(each.name, VERSION) for each in services]})
+
+
+async def no_regions(request: Request) -> Response:
+    """Returns the regions of shared memory that are registered: none."""
+    return JSONResponse([])
+
+
+async def unregister_regions(request: Request) -> Response:
+    """Unregisters all regions of shared memory, of which there are none."""
+    return JSONResponse({})
+
+
+async def refuse_region(request: Request) -> Response:
+    """Refuses a region of shared memory.
+
+    Raises:
+        ApiError: 400, always.
+    """
+    raise bad_request(
+        f"{request.url.path}: expected tensors in the body of a request, got {_SHARED}, which this server does not "
+        "read; send them as JSON or binary data"
+    )
 
 
 async def _service(request: Request) -> ModelService:
@@ -245,7 +297,9 @@ def _inputs(given: Sequence[Mapping[str, Any]], rest: bytes) -> dict[str, np.nda
         is_shape = isinstance(shape, list) and len(shape) <= MAX_RANK and all(type(n) is int and n > 0 for n in shape)
         if not is_shape:
             raise bad_request(f"{where}.shape: expected numbers above 0", "inputs", "invalid_value")
-        num_bytes = (each.get("parameters") or {}).get("binary_data_size")
+        parameters = each.get("parameters") or {}
+        _check_parameters(parameters, {"binary_data_size"}, where, "inputs")
+        num_bytes = parameters.get("binary_data_size")
         expected = math.prod(shape) * np.dtype(dtype).itemsize
         if num_bytes is not None:
             if num_bytes != expected or len(rest) < expected:
@@ -258,6 +312,14 @@ def _inputs(given: Sequence[Mapping[str, Any]], rest: bytes) -> dict[str, np.nda
     if rest:
         raise bad_request(f"inputs: expected no bytes behind the tensors, got {len(rest)}", "inputs", "invalid_value")
     return found
+
+
+def _check_parameters(parameters: Mapping[str, Any], known: set[str], where: str, field: str) -> None:
+    """Raises ApiError for parameters of a tensor that are not honoured."""
+    if unknown := parameters.keys() - known:
+        name = min(unknown)
+        got = f"{name[:60]} ({_SHARED}, which this server does not read)" if name.startswith("shared") else name[:60]
+        raise bad_request(f"{where}.parameters: expected {min(known)}, got {got}", field, "unsupported_parameter")
 
 
 def _array(data: Any, shape: Sequence[int], dtype: Any, where: str) -> np.ndarray:
@@ -288,8 +350,9 @@ def _wanted(asked: Sequence[Mapping[str, Any]] | None, found: Mapping[str, Any],
                 "invalid_value",
             )
         parameters = each.get("parameters") or {}
-        if unknown := (each.keys() - {"name", "parameters"}) | (parameters.keys() - {"binary_data"}):
+        if unknown := each.keys() - {"name", "parameters"}:
             raise bad_request(f"outputs[{index}]: expected no field {min(unknown)[:60]}", "outputs")
+        _check_parameters(parameters, {"binary_data"}, f"outputs[{index}]", "outputs")
         wanted[name] = bool(parameters.get("binary_data", is_binary))
     return wanted
 

@@ -26,6 +26,7 @@ from torchax_serve.server.answers import Answer, AnswerOptions, prepare, prepare
 from torchax_serve.server.call_ids import form_demanded, replayed
 from torchax_serve.server.errors import ApiError, bad_request
 from torchax_serve.server.harmony import encoding_for
+from torchax_serve.server.inference_statistics import InferenceStatistics
 from torchax_serve.server.key_limits import ApiKey
 from torchax_serve.server.messages import plain_messages
 from torchax_serve.server.notes import note_once
@@ -95,6 +96,7 @@ class ModelService:
         created: When it was ready, in seconds since 1970.
         fingerprint: ``system_fingerprint`` of answers: equal for equal versions and models.
         options: Of the server.
+        inference: Counts and times of ``/v2/models/{model}/infer``.
         harmony: Encoding of openai-harmony for a model whose answers it parses, once `prepare` has run; else None.
     """
 
@@ -111,6 +113,7 @@ class ModelService:
         self.fingerprint = f"fp_{digest.hexdigest()[:10]}"
         self.harmony: Any | None = None
         self.options = options
+        self.inference = InferenceStatistics()
         self._silent_ids: dict[tuple[str, int], frozenset[int]] = {}  # by the name of a family, number of fields
         self._pool = concurrent.futures.ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="request")
 
