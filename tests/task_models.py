@@ -204,6 +204,36 @@ def vits(path):
     return saved(path, tf.VitsModel(config), reader)
 
 
+def speecht5(path, *, vocoder=True):
+    """Speaks words, some frames for each; with its vocoder next to it."""
+    sizes = {"hidden_size": 32, "encoder_layers": 1, "decoder_layers": 2, "num_mel_bins": 20}
+    sizes |= {f"{part}_attention_heads": 4 for part in ("encoder", "decoder")}
+    sizes |= {f"{part}_ffn_dim": 48 for part in ("encoder", "decoder")}
+    sizes |= {f"speech_decoder_{part}_units": 24 for part in ("prenet", "postnet")}
+    config = tf.SpeechT5Config(
+        **sizes, speaker_embedding_dim=12, vocab_size=40, pad_token_id=0,
+        max_text_positions=100, max_speech_positions=400,
+        conv_dim=(16, 16), conv_stride=(5, 4), conv_kernel=(10, 3),
+        num_feat_extract_layers=2, num_conv_pos_embeddings=16, num_conv_pos_embedding_groups=4,
+        speech_decoder_postnet_layers=2,
+    )  # fmt: skip
+    made = tf.SpeechT5HifiGanConfig(
+        model_in_dim=20, upsample_initial_channel=16, upsample_rates=[4, 4], upsample_kernel_sizes=[8, 8],
+        resblock_kernel_sizes=[3], resblock_dilation_sizes=[[1, 3]],
+    )  # fmt: skip
+    wave = saved(path / "vocoder", tf.SpeechT5HifiGan(made)) if vocoder else None
+    model = tf.SpeechT5ForTextToSpeech(config)
+    saved(path, model, tokenizer())
+    prenet, end = model.speecht5.decoder.prenet, model.speech_decoder_postnet.prob_out
+    for layer in (prenet.final_layer, prenet.speaker_embeds_layer):  # frames and their places change the end
+        layer.weight.data *= 4
+    prenet.encode_positions.alpha.data[...] = 3
+    end.weight.data *= -1
+    end.bias.data[:] = -2.1
+    model.save_pretrained(path)
+    return model, wave
+
+
 def sam(path):
     """A SAM for images of 64 pixels."""
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}

@@ -148,6 +148,19 @@ def test_speech(servers):
         assert len(soundfile.read(io.BytesIO(answer.content))[0]) == len(quick)
 
 
+@pytest.mark.thorough
+def test_speech_of_a_voice(servers):
+    server, model = servers("speecht5")
+    voice = np.random.default_rng(0).normal(size=12).astype(np.float32)
+    expected = model.speak("the cat sat", seed=3, speaker_embedding=voice).samples
+    asked = {"input": "the cat sat", "seed": 3, "response_format": "wav", "speaker_embedding": voice.tolist()}
+    samples, _ = soundfile.read(io.BytesIO(post(server, "/v1/audio/speech", **asked, speed=1.0).content))
+    np.testing.assert_allclose(samples, np.clip(expected, -1, 1), atol=1e-4)
+    for change, param in ({"speaker_embedding": None}, "speaker_embedding"), ({"speed": 2.0}, "speed"):
+        answer = post(server, "/v1/audio/speech", **asked | change)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
+
+
 SENTENCES = ["a small cat sat here.", "the cat ran away today!"]
 
 

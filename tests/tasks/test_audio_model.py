@@ -98,8 +98,43 @@ def test_speak(folders):
             ({"speaker": 2}, "speaker: expected a number from 0 to 1"),
             ({"speaking_rate": 0}, "speaking_rate: expected a number"),
             ({"seed": -1}, "seed: expected"),
+            ({"speaker_embedding": [0.0]}, "speaker_embedding: expected none"),
         ]:
             with pytest.raises(InvalidArgumentError, match=message):
                 served.speak(texts, **options)
         with pytest.raises(InvalidArgumentError, match=r"texts\[0\]: expected some text, got an empty one"):
             served.speak("")
+
+
+def test_speak_with_a_spectrogram_and_a_vocoder(folders, tmp_path):
+    path, (eager, vocoder) = folders("speecht5")
+    reader = AutoTokenizer.from_pretrained(path)
+    voices = np.random.default_rng(0).normal(size=(2, 12)).astype(np.float32)
+    text = "the cat sat on the mat"
+    given = reader(text, return_tensors="pt")["input_ids"]
+    with serve(path) as served:
+        assert type(served) is AudioModel and served.methods == ("speak",)
+        lens = []
+        for seed, voice in ((8, voices[0]), (9, voices[1])):
+            torch.manual_seed(seed)
+            expected = eager.generate_speech(given, torch.tensor(voice)[None], vocoder=vocoder).numpy()
+            found = served.speak(text, seed=seed, speaker_embedding=voice)
+            assert found.sampling_rate == 16_000
+            np.testing.assert_allclose(found.samples, expected, atol=1e-4)
+            lens.append(len(expected) // 32)
+        assert lens[0] == given.shape[1] * 20 // 2 and 1 < lens[1] < lens[0]  # the most steps, and an end
+        assert served.runtime.steps.call_method.num_programs <= 3  # one for all frames, a postnet for each number
+        for options, message in [
+            ({}, r"speaker_embedding: expected float\[12\], an x-vector of the voice"),
+            ({"speaker_embedding": voices}, r"expected float\[12\] for .*, got shape \[2, 12\]"),
+            ({"speaker_embedding": voices[0] * np.nan}, "got values that are no numbers"),
+            ({"speaker_embedding": voices[0], "speaking_rate": 2.0}, "speaking_rate: expected none"),
+        ]:
+            with pytest.raises(InvalidArgumentError, match=message):
+                served.speak(text, **options)
+    task_models.speecht5(tmp_path, vocoder=False)
+    with (
+        serve(tmp_path) as served,
+        pytest.raises(InvalidArgumentError, match="its files in the folder vocoder next to"),
+    ):
+        served.speak("a cat", speaker_embedding=voices[0])

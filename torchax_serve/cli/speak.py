@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -32,6 +32,10 @@ def speak(
     speaking_rate: Annotated[
         float | None, typer.Option("--speaking-rate", show_default=False, help="Larger is quicker; the model's own.")
     ] = None,
+    speaker_embedding: Annotated[
+        Path | None,
+        typer.Option("--speaker-embedding", show_default=False, help="File of NumPy with a voice, for SpeechT5."),
+    ] = None,
     load: LoadOptions,
 ) -> None:
     """Say a text, into a file.
@@ -43,7 +47,8 @@ def speak(
     from torchax_serve.cli.shared.terminal import print_note
 
     with model_with(("speak",), "speak", model, load) as (served, _):
-        speech = served.speak(text, seed=seed, speaker=speaker, speaking_rate=speaking_rate)
+        voice = None if speaker_embedding is None else _read(speaker_embedding)
+        speech = served.speak(text, seed=seed, speaker=speaker, speaking_rate=speaking_rate, speaker_embedding=voice)
     import soundfile
 
     try:
@@ -51,6 +56,18 @@ def speak(
     except (OSError, soundfile.SoundFileError) as error:
         raise InvalidArgumentError(f"--output: {output} cannot be written ({error}); choose another file") from error
     print_note(f"{len(speech.samples) / speech.sampling_rate:.2f} s at {speech.sampling_rate} Hz in {output}")
+
+
+def _read(path: Path) -> Any:
+    """Returns the array in a file of NumPy."""
+    import numpy as np
+
+    try:
+        return np.load(path, allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise InvalidArgumentError(
+            f"--speaker-embedding: expected a file of NumPy (.npy), got {path}, which is something else or missing"
+        ) from error
 
 
 COMMAND = Command("speak", speak, position=24)

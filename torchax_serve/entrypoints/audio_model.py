@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,10 +12,12 @@ import torch
 
 from model_adapters.errors import InvalidArgumentError
 from torchax_serve.entrypoints.task_model import TaskModel, one_or_all
+from torchax_serve.entrypoints.to_jax import to_jax
 from torchax_serve.pooling.batching import checked_texts
-from torchax_serve.pooling.queue import QueuedTexts
+from torchax_serve.pooling.queue import QueuedTexts, check_wanted
 from torchax_serve.tasks.results import ScoredLabel, Speech
 from torchax_serve.tasks.sounds import SoundLike, is_single_sound, sounds_of
+from torchax_serve.tasks.spectrograms import CLASS_NAME, SpectrogramSpeaker, checked_speaker, read_vocoder
 from torchax_serve.validation.argument_hints import refuses_unknown
 
 Sounds = SoundLike | Sequence[SoundLike]
@@ -104,6 +107,7 @@ class AudioModel(TaskModel):
         seed: int | None = None,
         speaker: int | None = None,
         speaking_rate: float | None = None,
+        speaker_embedding: Any = None,
         timeout_s: float | None = None,
         queue_timeout_s: float | None = None,
     ) -> Speech | list[Speech]:
@@ -114,15 +118,18 @@ class AudioModel(TaskModel):
             seed: of the noise in the voice; None: a new one for each call.
             speaker: number of one of the model's speakers, from 0; None: the model's own.
             speaking_rate: larger is quicker; None: the model's own.
+            speaker_embedding: float[dim], an x-vector of the voice, which SpeechT5 needs and others do not take.
             timeout_s, queue_timeout_s: as in `classify_audio`.
 
         Raises:
             UnsupportedModelError: the model does not speak.
-            InvalidArgumentError: no text, or none that the model's tokenizer has letters for; no such speaker.
+            InvalidArgumentError: no text, or none that the model's tokenizer has letters for; no such speaker; an
+                option that this model does not take, or a missing one; no vocoder next to the weights of SpeechT5.
             QueueFullError: too many inputs are waiting.
             DeadlineError: a time limit has passed.
         """
-        found = self._speaking(texts, seed, speaker, speaking_rate).run(timeout_s, queue_timeout_s)
+        call = self._speaking(texts, seed, speaker, speaking_rate, speaker_embedding)
+        found = call.run(timeout_s, queue_timeout_s)
         return one_or_all(isinstance(texts, str), found)
 
     @refuses_unknown
@@ -133,11 +140,13 @@ class AudioModel(TaskModel):
         seed: int | None = None,
         speaker: int | None = None,
         speaking_rate: float | None = None,
+        speaker_embedding: Any = None,
         timeout_s: float | None = None,
         queue_timeout_s: float | None = None,
     ) -> Speech | list[Speech]:
         """Works as `speak` without blocking the event loop; cancelling ends it between texts."""
-        found = await self._speaking(texts, seed, speaker, speaking_rate).run_async(timeout_s, queue_timeout_s)
+        call = self._speaking(texts, seed, speaker, speaking_rate, speaker_embedding)
+        found = await call.run_async(timeout_s, queue_timeout_s)
         return one_or_all(isinstance(texts, str), found)
 
     @property
@@ -170,7 +179,12 @@ class AudioModel(TaskModel):
         return self._call_on_queue(head.pipeline, call, sounds_of(audio, sampling_rate, self.sampling_rate))
 
     def _speaking(
-        self, texts: str | Sequence[str], seed: int | None, speaker: int | None, speaking_rate: float | None
+        self,
+        texts: str | Sequence[str],
+        seed: int | None,
+        speaker: int | None,
+        speaking_rate: float | None,
+        speaker_embedding: Any,
     ) -> QueuedTexts:
         head = self._head_for("speak")
         if speaker is not None and (type(speaker) is not int or not 0 <= speaker < self.num_speakers):
@@ -181,17 +195,53 @@ class AudioModel(TaskModel):
             raise InvalidArgumentError(f"speaking_rate: expected a number from 0.05 to 20, got {speaking_rate!r}")
         if seed is not None and (type(seed) is not int or not 0 <= seed < 1 << 63):
             raise InvalidArgumentError(f"seed: expected a whole number from 0 to 2**63 - 1, got {seed!r}; correct it")
+        if self.class_name == CLASS_NAME:
+            return self._speaking_frames(checked_texts(texts), seed, speaking_rate, speaker_embedding)
+        if speaker_embedding is not None:
+            raise InvalidArgumentError(
+                f"speaker_embedding: expected none for {self.name}, which takes speaker=, a number; leave it out"
+            )
         options = {"speaker_id": speaker if self.num_speakers > 1 else None, "speaking_rate": speaking_rate}
         params = {"forward_params": {name: value for name, value in options.items() if value is not None}}
 
+        def say(text: Any) -> Speech:
+            (made,) = self._pipeline(head).run([text], **params)
+            return Speech(np.asarray(made["audio"], np.float32).reshape(-1), int(made["sampling_rate"]))
+
+        return self._saying(say, (head.pipeline, seed, speaker, speaking_rate), checked_texts(texts), seed)
+
+    def _speaking_frames(
+        self, texts: Sequence[Any], seed: int | None, speaking_rate: float | None, speaker_embedding: Any
+    ) -> QueuedTexts:
+        """Returns the call of a model that writes spectrograms."""
+        if speaking_rate is not None:
+            raise InvalidArgumentError(
+                f"speaking_rate: expected none for {self.name}, which has one rate; leave it out"
+            )
+        voice = checked_speaker(speaker_embedding, self._config.speaker_embedding_dim, self.name)
+        tokenizer = self._own_tokenizer()
+
+        def say(text: Any) -> Speech:
+            samples = self._spectrogram_speaker.speak(tokenizer(text, return_tensors="pt")["input_ids"], voice)
+            return Speech(samples, self._spectrogram_speaker.sampling_rate)
+
+        return self._saying(say, ("frames", seed, voice.tobytes()), texts, seed)
+
+    def _saying(
+        self, say: Callable[[Any], Speech], key: Hashable, texts: Sequence[Any], seed: int | None
+    ) -> QueuedTexts:
         def call(items: Sequence[Any]) -> list[Speech]:
             found = []
             for item in items:  # one by one, so that a seed means the same in any batch
+                check_wanted()
                 with torch.random.fork_rng(devices=[]):
                     torch.manual_seed(secrets.randbits(63) if seed is None else seed)
-                    (made,) = self._pipeline(head).run([item], **params)
-                samples = np.asarray(made["audio"], np.float32).reshape(-1)
-                found.append(Speech(samples, int(made["sampling_rate"])))
+                    found.append(say(item))
             return found
 
-        return self._call_on_queue((head.pipeline, seed, speaker, speaking_rate), call, checked_texts(texts))
+        return self._call_on_queue(key, call, texts)
+
+    @functools.cached_property
+    def _spectrogram_speaker(self) -> SpectrogramSpeaker:
+        vocoder = to_jax(read_vocoder(self._loaded_or_raise().files_folder, self.name))
+        return SpectrogramSpeaker(self._module, self.runtime, vocoder)

@@ -40,6 +40,7 @@ from torchax_serve.entrypoints.vision_model import VisionModel
 from torchax_serve.scheduler.speculative_config import SpeculativeConfig, refuse_heads
 from torchax_serve.start.record import StartFolder
 from torchax_serve.tasks.heads import OF_IMAGES, OF_SERIES, OF_SOUND, methods_of
+from torchax_serve.tasks.spectrograms import CLASS_NAME
 
 
 def load_served_model(
@@ -142,7 +143,7 @@ def model_class_for(module: PreTrainedModel) -> type[ServedModel]:
         return SpeechModel
     if not module.can_generate() and methods & OF_IMAGES:
         return VisionModel
-    if not module.can_generate() and methods & OF_SOUND:
+    if methods & OF_SOUND and (not module.can_generate() or type(module).__name__ == CLASS_NAME):
         return AudioModel
     if methods & OF_SERIES:
         return SeriesModel

@@ -61,6 +61,9 @@ class SpeechRequest(ApiRequest):
     ] = None
     speed: Annotated[float | None, honoured("0.25 to 4, times the model's own rate of speaking; 1 by default")] = None
     seed: Annotated[int | None, honoured("of the noise in the voice; a new one by default")] = None
+    speaker_embedding: Annotated[
+        list[float] | None, honoured("an x-vector of the voice, which SpeechT5 needs; others take none")
+    ] = None
     instructions: Annotated[Any, refused("expected none; the model takes no instructions", "")] = None
     stream_format: Annotated[
         Literal["audio", "sse"] | None,
@@ -88,11 +91,14 @@ async def speech(request: Request) -> Response:
             "response_format",
             "invalid_value",
         )
-    own = float(getattr(model.config, "speaking_rate", 1.0) or 1.0)
+    own = float(getattr(model.config, "speaking_rate", None) or 0.0)
+    if body.speed not in (None, 1) and not own:
+        raise bad_request(f"speed: expected 1 for {service.name}, which has one rate, got {body.speed}", "speed")
     options = {
         "speaker": _speaker(body.voice, model.num_speakers),
         "seed": body.seed,
-        "speaking_rate": None if body.speed is None else body.speed * own,
+        "speaking_rate": None if body.speed in (None, 1) else body.speed * own,
+        "speaker_embedding": body.speaker_embedding,
     }
     kind, _, _ = _TYPES[form]
     if is_streamed:

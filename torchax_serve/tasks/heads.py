@@ -58,6 +58,7 @@ HEADS = (
     Head("classify_audio", "AudioClassificationPipeline", ("AUDIO_CLASSIFICATION",), _SOUND),
     Head("transcribe", "AutomaticSpeechRecognitionPipeline", ("CTC",), _SOUND),
     Head("speak", "TextToAudioPipeline", ("TEXT_TO_WAVEFORM",)),
+    Head("speak", "", (), classes=("SpeechT5ForTextToSpeech",)),
     Head("forecast", "", ("TIME_SERIES_PREDICTION",)),
 )
 """All heads; a class may have several."""
