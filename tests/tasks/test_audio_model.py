@@ -49,6 +49,8 @@ def test_classify_audio(folders, tmp_path):
             (tone, None, "sampling_rate: expected the rate of an array"),
             (tmp_path / "text.wav", None, "which is something else or damaged"),
             (tmp_path / "none.wav", None, "expected a file that is there"),
+            (tone[:1], RATE, r"got input_values \[1, 1\], on which PyTorch fails, too"),
+            (tone * np.float32(1e38), RATE, "expected samples from -1 to 1, got 4"),
         ]:
             with pytest.raises(InvalidArgumentError, match=message):
                 served.classify_audio(sound, sampling_rate=rate)

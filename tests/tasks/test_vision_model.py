@@ -2,6 +2,7 @@
 
 import asyncio
 
+import jax
 import numpy as np
 import pytest
 import task_models
@@ -10,6 +11,7 @@ from PIL import Image
 from transformers import AutoImageProcessor, AutoTokenizer, SamProcessor, pipeline
 
 from torchax_serve import DeadlineError, InvalidArgumentError, UnsupportedModelError, VisionModel, serve
+from torchax_serve.tasks.batches import run_batches
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Explicitly requested dtype int64:UserWarning"),
@@ -168,6 +170,10 @@ def bad_images(folder):
     data = (folder / "image.png").read_bytes()
     (folder / "cut.png").write_bytes(data[: len(data) // 2])
     (folder / "text.png").write_text("I am an image")
+    Image.new("1", (10_000, 6_000)).save(folder / "large.png")
+    Image.new("F", (4, 4)).save(folder / "floats.tiff")
+    yield folder / "large.png", r"^images: expected 1 to 50,000,000 pixels, got 10000 x 6000; make it smaller$"
+    yield folder / "floats.tiff", "^image: expected 8 or 16 bits for each channel, got an image of mode 'F'"
     yield folder / "cut.png", "damaged or cut off"
     yield folder / "text.png", "which is something else"
     yield folder / "missing.png", "expected a file that is there"
@@ -185,6 +191,17 @@ def test_bad_images(folders, tmp_path):
             with pytest.raises(InvalidArgumentError, match=message) as caught:
                 served.classify_images(value)
             assert "\n" not in str(caught.value)
+
+
+def test_inputs_that_the_device_does_not_compute():
+    def forward(batch):
+        raise jax.errors.JaxRuntimeError("INTERNAL: operation failed: error\nmore")
+
+    message = (
+        r"^input: .*, got pixel_values \[1, 3, 8, 8\], on which it fails \(INTERNAL: .* error\); give a smaller one$"
+    )
+    with pytest.raises(InvalidArgumentError, match=message):
+        run_batches([{"pixel_values": torch.zeros(1, 3, 8, 8)}], forward)
 
 
 def test_a_missing_processor(folders, tmp_path):

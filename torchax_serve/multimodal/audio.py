@@ -11,6 +11,8 @@ from model_adapters.errors import InvalidArgumentError
 
 MOST_SAMPLES = 1 << 28
 """Most samples of one audio input: 4.5 hours at 16 kHz. They take 1 GiB as float32, and the features as much again."""
+MOST_AMPLITUDE = 1 << 15
+"""Largest sample, of 16 bits as floats; models compute no numbers of far larger ones."""
 
 
 def checked_samples(audio: Any, name: str) -> np.ndarray:
@@ -41,6 +43,10 @@ def checked_samples(audio: Any, name: str) -> np.ndarray:
             f"{name}: expected floating-point samples from -1 to 1, got {audio.dtype}"
             + ("" if not np.issubdtype(audio.dtype, np.floating) else " with values that are no numbers")
             + "; divide integers by the largest one"
+        )
+    if (largest := float(np.abs(audio).max())) > MOST_AMPLITUDE:
+        raise InvalidArgumentError(
+            f"{name}: expected samples from -1 to 1, got {largest:.1e} among them; divide by the largest one"
         )
     return audio.astype(np.float32)
 

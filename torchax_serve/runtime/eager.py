@@ -94,6 +94,10 @@ LARGEST_BYTES = 8_000_000_000
 """Of weights with which a failed call is tried once more: PyTorch computes on the host."""
 
 
+class FailsInTorchError(UnsupportedModelError):
+    """A forward that eager PyTorch fails on as well, whose error is the cause."""
+
+
 _ERRORS_OF_ARGUMENTS = (InvalidArgumentError, UnsupportedArgumentError, OutOfMemoryError, jax.errors.JaxRuntimeError)
 _OF_A_TRACE = (*NEEDS_VALUES, jax.errors.UnexpectedTracerError)
 
@@ -127,7 +131,7 @@ def raise_for_call(
         ) from error
     if reason is not None:
         said = " ".join(str(reason).split())[:300]
-        raise UnsupportedModelError(
+        raise FailsInTorchError(
             f"{runtime.config.model_type}: expected a forward that runs in PyTorch, got one that PyTorch itself fails "
             f"on, without JAX: {cls.__name__} raised {type(reason).__name__}: {said}; try other arguments, or another "
             "configuration or version of transformers"

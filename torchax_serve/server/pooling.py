@@ -381,7 +381,7 @@ async def rerank(request: Request) -> Response:
         raise bad_request(f"top_n: expected a whole number >= 0, got {body.top_n}", "top_n", "invalid_value")
     if finds_pages(service):
         return await _rerank_pages(request, service, body)
-    documents = [_document(index, each) for index, each in enumerate(body.documents)]
+    documents = [_document(index, each) for index, each in enumerate(body.documents or ())]
     pairs = [(body.query, document) for document in documents]
     scores = await _scores(request, service, pairs, body.cut, "documents")
     order = sorted(range(len(pairs)), key=lambda index: -scores[index])[: body.top_n or None]

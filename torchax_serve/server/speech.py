@@ -94,7 +94,7 @@ async def speech(request: Request) -> Response:
     own = float(getattr(model.config, "speaking_rate", None) or 0.0)
     if body.speed not in (None, 1) and not own:
         raise bad_request(f"speed: expected 1 for {service.name}, which has one rate, got {body.speed}", "speed")
-    options = {
+    options: dict[str, Any] = {
         "speaker": _speaker(body.voice, model.num_speakers),
         "seed": body.seed,
         "speaking_rate": None if body.speed in (None, 1) else body.speed * own,

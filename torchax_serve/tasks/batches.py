@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
+import jax
 import torch
 
+from model_adapters.errors import InvalidArgumentError
 from torchax_serve.pooling.queue import check_wanted
+from torchax_serve.runtime.eager import FailsInTorchError
 
 MAX_ROWS = 32
 """Rows of a batch; a power of two."""
@@ -42,13 +45,39 @@ def run_batches(
             num_rows = 1 << (len(taken) - 1).bit_length()
             check_wanted()
             if num_rows == 1:
-                found[taken[0]] = _row(forward(dict(inputs[taken[0]])), None, 1)
+                found[taken[0]] = _row(_computed(forward, dict(inputs[taken[0]])), None, 1)
                 continue
             rows = [inputs[index] for index in (*taken, *[taken[-1]] * (num_rows - len(taken)))]
-            output = forward({name: _joined([row[name] for row in rows]) for name in rows[0]})
+            output = _computed(forward, {name: _joined([row[name] for row in rows]) for name in rows[0]})
             for number, index in enumerate(taken):
                 found[index] = _row(output, number, num_rows)
     return found
+
+
+def _computed(forward: Callable[[dict[str, Any]], Any], batch: dict[str, Any]) -> Any:
+    """Returns the outputs of a forward.
+
+    Raises:
+        InvalidArgumentError: PyTorch or the device fails on inputs of these shapes.
+    """
+    try:
+        return forward(batch)
+    except FailsInTorchError as error:
+        cause = str(error.__cause__).strip().partition("\n")[0]
+        raise InvalidArgumentError(
+            f"input: expected one that the model computes, got {_described(batch)}, on which PyTorch fails, too "
+            f"({cause[:160]}); give another size or length"
+        ) from error
+    except jax.errors.JaxRuntimeError as error:
+        raise InvalidArgumentError(
+            f"input: expected one that the device computes, got {_described(batch)}, on which it fails "
+            f"({str(error).strip().partition(chr(10))[0][:160]}); give a smaller one"
+        ) from error
+
+
+def _described(batch: Inputs) -> str:
+    shapes = {name: list(value.shape) for name, value in batch.items() if isinstance(value, torch.Tensor)}
+    return ", ".join(f"{name} {shape}" for name, shape in shapes.items())
 
 
 def _shapes(inputs: Inputs) -> Hashable:

@@ -76,6 +76,8 @@ def _read(path: Path, where: str) -> Any:
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # the number of pixels is checked here
             with Image.open(path, formats=FORMATS) as image:
                 return _checked(image, where)
+    except InvalidArgumentError:  # which is a ValueError as well
+        raise
     except FileNotFoundError as error:
         raise InvalidArgumentError(f"{where}: expected a file that is there, got {path}; correct the path") from error
     except Image.UnidentifiedImageError as error:

@@ -187,7 +187,8 @@ class _Frames:
             postnet = model.speech_decoder_postnet
             frame = jax_view(postnet.feat_out(output)).reshape(size)
             has_ended = jax_view(torch.sigmoid(postnet.prob_out(output))).sum() >= THRESHOLD
-            own = [(jax_view(each.keys), jax_view(each.values)) for each in cache.self_attention_cache.layers]
+            layers: Any = cache.self_attention_cache.layers
+            own = [(jax_view(each.keys), jax_view(each.values)) for each in layers]
             return index + 1, has_ended, frame[None, -1:], frames.at[index].set(frame), own
 
         frames = jnp.zeros((capacity, *size), dtype)
@@ -206,6 +207,8 @@ class _FixedLayer(CacheLayerMixin):
     """
 
     is_sliding = False
+    keys: Any
+    values: Any
 
     def __init__(self, keys: jax.Array, values: jax.Array, index: Any) -> None:
         super().__init__()
