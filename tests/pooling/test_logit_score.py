@@ -4,6 +4,7 @@ The same files were compared with `CrossEncoder` of sentence-transformers 6.2, t
 """
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ import transformers
 from encoder_models import SPECIAL, TEXTS, WORDS, tokenizer, write
 from weights import draw_matrices
 
-from torchax_serve import InvalidArgumentError, UnsupportedModelError, serve
+from torchax_serve import CheckpointError, InvalidArgumentError, UnsupportedModelError, serve
 from torchax_serve.pooling.logit_score import logit_score_rule
 
 pytestmark = [
@@ -87,6 +88,19 @@ def test_pairs_are_scored_by_the_logits_of_yes_and_no(reranker):
     assert [each.index for each in ranked] == np.argsort(expected)[::-1][:2].tolist()
 
 
+def test_pairs_are_scored_by_the_logit_of_yes_alone(reranker, tmp_path):
+    _, eager, path = reranker
+    shutil.copytree(path, tmp_path, dirs_exist_ok=True)
+    write(tmp_path / "1_LogitScore" / "config.json", {"true_token_id": YES, "false_token_id": None})
+    write(tmp_path / "config_sentence_transformers.json", {"activation_fn": "torch.nn.Identity"})
+    expected = [float(logits_after(eager, f"the cat sat a {text} home")[YES]) for text in DOCUMENTS]
+    with serve(tmp_path) as served:
+        np.testing.assert_allclose(served.score_pairs([("cat sat", text) for text in DOCUMENTS]), expected, atol=1e-5)
+    write(tmp_path / "1_LogitScore" / "config.json", {"true_token_id": YES, "false_token_id": "no"})
+    with pytest.raises(CheckpointError, match="expected the numbers of tokens"):
+        logit_score_rule(tmp_path)
+
+
 def test_probabilities_of_labels_are_those_of_the_model_card(reranker):
     """Log-softmax over the logits of no and yes behind a prompt of the caller, as Qwen3-Reranker's card computes it."""
     served, eager, _ = reranker
@@ -109,7 +123,6 @@ def test_what_is_refused(reranker):
         served.embed("a dog")
     texts = path / "sentence_bert_config.json"
     for file, changed, message in (
-        (path / "1_LogitScore" / "config.json", {"false_token_id": None}, "expected true_token_id and false_token_id"),
         (path / "config_sentence_transformers.json", {"activation_fn": "torch.nn.Tanh"}, "activation_fn is Tanh"),
         (texts, {"processing_kwargs": {"image": {}}}, "got image, which is not honoured"),
         (texts, {"transformer_task": "any-to-any"}, "got any-to-any"),

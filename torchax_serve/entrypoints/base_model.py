@@ -249,7 +249,24 @@ class BaseModel(RetrievesTexts):
         loaded = self._followed()
         assert loaded.files_folder is not None
         rule = loaded.once(LogitScoreRule, functools.partial(logit_score_rule, loaded.files_folder))
-        return score_pairs(cast("TextModel", self), rule, pairs, truncate=truncate)
+        model = cast("TextModel", self)
+        return score_pairs(model, rule, pairs, truncate=truncate, logits_of=self._logits_behind)
+
+    def _logits_behind(self, prompts: Sequence[Sequence[int]], token_id: int) -> np.ndarray:
+        """Returns the logit of a token behind each prompt, float32[num_prompts]."""
+        import torch
+
+        from torchax_serve.generation.jax_forward import following
+        from torchax_serve.pooling.queue import check_wanted
+
+        accepts, found = self.runtime.program.accepts, []
+        options = {name: value for name, value in (("logits_to_keep", 1), ("use_cache", False)) if accepts(name)}
+        with following(self.runtime), torch.no_grad():
+            for prompt in prompts:
+                check_wanted()
+                logits = self._module(input_ids=torch.tensor([prompt]), **options).logits
+                found.append(float(logits[0, -1, token_id]))
+        return np.asarray(found, np.float32)
 
     def _head(self) -> TextHead:
         from torchax_serve.pooling.module_texts import head_of

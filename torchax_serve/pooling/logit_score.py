@@ -6,7 +6,7 @@ The files are those of sentence-transformers' `CrossEncoder` with a module Logit
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from torchax_serve.text.template_renderer import TemplateJob, shared_renderer
 
 _OF_TEXTS = {"transformer_task", "modality_config", "module_output_name", "max_seq_length", "processing_kwargs"}
 _OF_TEXTS |= {"do_lower_case", "unpad_inputs", "model_kwargs", "processor_kwargs"}
+LogitsOf = Callable[[Sequence[Sequence[int]], int], np.ndarray]
 _ACTIVATIONS = ("Sigmoid", "Identity")
 
 
@@ -31,8 +32,8 @@ class LogitScoreRule:
 
     Attributes:
         true_id: Token of a match.
-        false_id: Token of none.
-        activation: What is applied to the difference of their logits: ``Sigmoid`` or ``Identity``.
+        false_id: Token of none; None: the logit of a match is the score.
+        activation: What is applied to the difference of their logits, or that logit: ``Sigmoid`` or ``Identity``.
         instruction: Text of the system message; empty for none.
         in_parts: Whether contents of messages are lists of parts.
         variables: Variables of the chat template.
@@ -40,7 +41,7 @@ class LogitScoreRule:
     """
 
     true_id: int
-    false_id: int
+    false_id: int | None
     activation: str = "Sigmoid"
     instruction: str = ""
     in_parts: bool = False
@@ -69,10 +70,11 @@ def logit_score_rule(folder: Path) -> LogitScoreRule:
         )
     file = root / modules[1].path / "config.json"
     config = read_json(file)
-    if type(config.get("true_token_id")) is not int or type(config.get("false_token_id")) is not int:
-        raise UnsupportedModelError(
-            f"{file}: expected true_token_id and false_token_id, of which the engine compares the logits, got "
-            f"{config.get('true_token_id')!r} and {config.get('false_token_id')!r}"
+    true_id, false_id = config.get("true_token_id"), config.get("false_token_id")
+    if type(true_id) is not int or not (false_id is None or type(false_id) is int):
+        raise CheckpointError(
+            f"{file}: expected the numbers of tokens, true_token_id and false_token_id, got {true_id!r} and "
+            f"{false_id!r}"
         )
     of_texts = texts_file(folder)
     texts = read_json(of_texts, optional=True)
@@ -97,14 +99,25 @@ def logit_score_rule(folder: Path) -> LogitScoreRule:
         raise CheckpointError(f"{settings_file}: default_prompt_name is {default!r}, expected a name of prompts")
     instruction = prompts.get(default) or ""
     in_parts = message.get("format", "structured") != "flat"
-    ids = config["true_token_id"], config["false_token_id"]
-    return LogitScoreRule(*ids, name, instruction, in_parts, variables, max_len)
+    return LogitScoreRule(true_id, false_id, name, instruction, in_parts, variables, max_len)
 
 
 def score_pairs(
-    model: TextModel, rule: LogitScoreRule, pairs: Sequence[tuple[str, str]], *, truncate: bool | int | None
+    model: TextModel,
+    rule: LogitScoreRule,
+    pairs: Sequence[tuple[str, str]],
+    *,
+    truncate: bool | int | None,
+    logits_of: LogitsOf,
 ) -> np.ndarray:
     """Returns the scores of pairs of a query and a document, float32[num_pairs].
+
+    Args:
+        model: A model that generates.
+        rule: Of its checkpoint.
+        pairs: The texts.
+        truncate: None or False: prompts are not cut.
+        logits_of: Returns the logits of a token behind prompts, which the engine does not tell.
 
     Raises:
         InvalidArgumentError: a prompt that is too long, or `truncate` is to cut it.
@@ -122,8 +135,11 @@ def score_pairs(
                 f"texts[{index}]: expected at most {rule.max_len} tokens with the template, got {len(prompt)}; shorten "
                 "it"
             )
-    logprobs = label_logprobs(model, prompts, (rule.true_id, rule.false_id))
-    found: np.ndarray = logprobs[:, 0] - logprobs[:, 1]
+    if rule.false_id is None:
+        found = logits_of(prompts, rule.true_id)
+    else:
+        logprobs = label_logprobs(model, prompts, (rule.true_id, rule.false_id))
+        found = logprobs[:, 0] - logprobs[:, 1]
     return 1 / (1 + np.exp(-found)) if rule.activation == "Sigmoid" else found
 
 
