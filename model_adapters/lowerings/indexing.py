@@ -195,31 +195,6 @@ def _index_add(x: jax.Array, dim: int, index: jax.Array, source: jax.Array, *, a
     return x.at[(slice(None),) * (dim % x.ndim) + (index.reshape(-1),)].add(added)
 
 
-def _embedding_bag(
-    input: jax.Array,
-    weight: jax.Array,
-    offsets: jax.Array | None = None,
-    max_norm: float | None = None,
-    norm_type: float = 2.0,
-    scale_grad_by_freq: bool = False,
-    mode: str = "mean",
-    sparse: bool = False,
-    per_sample_weights: jax.Array | None = None,
-    include_last_offset: bool = False,
-    padding_idx: int | None = None,
-) -> jax.Array:
-    """Computes ``embedding_bag`` of bags int[n, size] of one size.
-
-    torchax 0.0.13 mixes up the weights of samples.
-    """
-    if input.ndim != 2 or mode not in ("sum", "mean") or padding_idx is not None or max_norm is not None:
-        raise NotImplementedError("embedding_bag: expected bags [n, size], mode sum or mean, no padding and no norm")
-    rows = weight[input]
-    if per_sample_weights is not None:
-        rows = rows * per_sample_weights[..., None]
-    return rows.sum(1) if mode == "sum" else rows.mean(1)
-
-
 def _pad_by_known_widths() -> None:
     """Lets model code pad by numbers in tensors, if their values are known."""
     theirs = get_lowering(torch.nn.functional.pad)

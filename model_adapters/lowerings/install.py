@@ -16,6 +16,7 @@ from model_adapters.bridge.views import (
 from model_adapters.lowerings import (
     aliases,
     arguments,
+    bags,
     constant_folding,
     custom_ops,
     deferred_checks,
@@ -36,7 +37,6 @@ from model_adapters.lowerings.convolution import _conv2d, _convolution
 from model_adapters.lowerings.indexing import (
     _cat,
     _check_lookups,
-    _embedding_bag,
     _find_turned_weights,
     _index_add,
     _keep_tables_short,
@@ -107,13 +107,13 @@ def install() -> None:
     linear_algebra.install()
     factorizations.install()
     masked_writes.install()
+    bags.install()
     special_cases.install()
     integers.install()
     order_statistics.install()
     pooling.install()
     arguments.install()
     spectral.install()
-    set_lowering(torch.nn.functional.embedding_bag, _embedding_bag)
     set_lowering(torch.ops.aten.index_add, _index_add)
     set_in_place(torch.ops.aten.index_add_, torch.ops.aten.index_add)
     _pad_by_known_widths()

@@ -22,6 +22,7 @@ def install() -> None:
     set_lowering(torch.ops.aten.lu_unpack, _lu_unpack)
     set_lowering(torch.linalg.solve, _solve)
     set_lowering(torch.linalg.solve_ex, _solve_ex)
+    set_lowering(torch.ops.aten.linalg_householder_product, _householder_product)
 
 
 def _turned(x: jax.Array) -> jax.Array:
@@ -107,3 +108,22 @@ def _lu_unpack(
         lower = jnp.tril(factors[..., :rank], -1) + jnp.eye(num_rows, rank, dtype=factors.dtype)
         upper = jnp.triu(factors[..., :rank, :])
     return turns, lower, upper
+
+
+def _householder_product(vectors: jax.Array, factors: jax.Array) -> jax.Array:
+    """Computes ``torch.linalg.householder_product``.
+
+    `vectors` are [..., m, n], `factors` [..., k]. JAX has it without a gradient.
+    """
+    num_rows, num_columns = vectors.shape[-2:]
+    start = jnp.broadcast_to(jnp.eye(num_rows, num_columns, dtype=vectors.dtype), vectors.shape)
+    turning = (jnp.tril(vectors, -1) + start)[..., : factors.shape[-1]]
+
+    def reflected(product: jax.Array, one: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+        vector, factor = one  # [..., m], [...]
+        shares = jnp.einsum("...m,...mn->...n", vector.conj(), product)
+        return product - (factor[..., None] * vector)[..., None] * shares[..., None, :], None
+
+    rows = jnp.moveaxis(turning, -1, 0), jnp.moveaxis(factors, -1, 0)
+    product, _ = jax.lax.scan(reflected, start, rows, reverse=True)
+    return product

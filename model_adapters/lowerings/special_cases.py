@@ -25,7 +25,34 @@ def install() -> None:
     for search in (torch.ops.aten.searchsorted.Tensor, torch.ops.aten.searchsorted.Scalar):
         set_lowering(search, _searchsorted)
     set_lowering(torch.ops.aten.as_strided_scatter, _as_strided_scatter)
+    for clamp in (torch.ops.aten.clamp.default, torch.ops.aten.clamp.Tensor):
+        set_lowering(clamp, _clamp)
+    set_lowering(torch.ops.aten.clamp_min, lambda x, min: _clamp(x, min))
+    _norm_of_zeros()
     _group_norm_of_nothing()
+
+
+def _clamp(x: jax.Array, min: Any = None, max: Any = None) -> jax.Array:
+    """Computes ``torch.clamp``; at a bound `x` has all of the gradient, in JAX a half of it."""
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return jnp.clip(x, min, max)
+    if min is not None:
+        x = jnp.where((x < min) | jnp.isnan(min), min, x)
+    return x if max is None else jnp.where((x > max) | jnp.isnan(max), max, x)
+
+
+def _norm_of_zeros() -> None:
+    """Gives the norm of zeros the gradient 0, as PyTorch does."""
+    theirs = get_lowering(torch.ops.aten.linalg_vector_norm)
+
+    def norm(x: jax.Array, ord: Any = 2, dim: Any = None, keepdim: bool = False, **options: Any) -> Any:
+        if ord not in (2, "fro") or options.get("dtype") is not None or not jnp.issubdtype(x.dtype, jnp.floating):
+            return theirs(x, ord, dim, keepdim, **options)
+        axes = None if dim is None or not x.ndim else tuple(np.atleast_1d(np.asarray(dim, int)).tolist()) or None
+        total = jnp.sum(x**2, axes, keepdims=keepdim)
+        return jnp.where(total == 0, 0, jnp.sqrt(jnp.where(total == 0, 1, total)))
+
+    set_lowering(torch.ops.aten.linalg_vector_norm, norm)
 
 
 @jax.custom_jvp

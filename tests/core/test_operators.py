@@ -4,6 +4,8 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import jax
+import numpy as np
 import pytest
 import torch
 
@@ -12,10 +14,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.operator_parity.compare import REFUSED, SAME, all_operators, check_operator
 from model_adapters.lowerings import linear_algebra
 from pytree_registry.torchax_import import REMOVED
+from torchax_serve import extract_jax
 
 SAMPLE = (
     "allclose arange cdist cholesky_inverse cholesky_solve digamma ldexp lu_unpack native_layer_norm searchsorted "
-    "linalg.solve nn.functional.conv_transpose2d max_pool2d_with_indices_backward linspace.tensor_overload"
+    "linalg.solve linalg.householder_product nn.functional.conv_transpose2d max_pool2d_with_indices_backward "
+    "nn.functional.adaptive_max_pool1d nn.functional.adaptive_max_pool2d nn.functional.adaptive_max_pool3d "
+    "linspace.tensor_overload"
 ) + (" cholesky" if hasattr(torch.ops.aten, "cholesky") else "")
 """torch has no `cholesky` beside that of ``torch.linalg`` from 2.14 on."""
 
@@ -30,6 +35,44 @@ def operators():
 def test_an_operator_computes_as_pytorch_does(name, operators):
     counts, messages = check_operator(operators[name], max_samples=2, max_gradients=1)
     assert set(counts) == {SAME}, messages
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x.norm(dim=1),
+        lambda x: torch.linalg.vector_norm(x, dim=(0, 1)),
+        lambda x: x.clamp(min=0, max=2),
+        lambda x: x.clamp_min(2),
+        lambda x: torch.clamp(x, torch.tensor([0.0, 1.0]), torch.tensor([0.5, 2.0])),
+    ],
+)
+def test_gradients_at_corners_are_those_of_pytorch(function):
+    class Module(torch.nn.Module):
+        def forward(self, x):
+            return function(x)
+
+    x = torch.tensor([[0.0, 0.0], [1.0, 2.0], [-1.0, 3.0], [float("nan"), 0.0]], requires_grad=True)
+    expected = function(x[:3])
+    expected.sum().backward()
+    weights, on_jax = extract_jax(Module())
+    found, gradient = jax.value_and_grad(lambda x: on_jax(weights, (x,)).sum())(x.detach()[:3].numpy())
+    np.testing.assert_allclose(found, expected.sum().item(), rtol=1e-6)
+    np.testing.assert_allclose(gradient, x.grad[:3], rtol=1e-6)
+    np.testing.assert_array_equal(on_jax(weights, (x.detach(),)), function(x.detach()).numpy())
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_bags_of_several_sizes(mode):
+    torch.manual_seed(0)
+    module = torch.nn.EmbeddingBag(9, 4, mode=mode, padding_idx=2, include_last_offset=True)
+    indices, starts = torch.tensor([1, 2, 8, 3, 3, 2]), torch.tensor([0, 3, 3, 5, 6])
+    expected = module(indices, starts)
+    (expected**2).sum().backward()
+    weights, function = extract_jax(module)
+    np.testing.assert_allclose(function(weights, (indices, starts)), expected.detach(), rtol=1e-5)
+    found = jax.grad(lambda weights: (function(weights, (indices, starts)) ** 2).sum())(weights)
+    np.testing.assert_allclose(found["weight"], module.weight.grad, rtol=1e-5)
 
 
 def test_what_jax_has_for_a_part_of_the_numbers_is_refused(operators):
