@@ -52,6 +52,15 @@ def version_folder(folder: Path, version: int | None = None) -> Path:
     return folder / str(found[-1] if version is None else version)
 
 
+def holds_module(folder: Path) -> bool:
+    """Returns whether the newest version in a bundle is a module of another library."""
+    try:
+        content = json.loads((version_folder(folder) / MANIFEST).read_text("utf-8"))
+    except (CheckpointError, OSError, ValueError):  # whoever loads it says what is wrong
+        return False
+    return isinstance(content, dict) and "module" in content
+
+
 def _numbered(folder: Path) -> list[Path]:
     return [each for each in folder.iterdir() if each.name.isdigit() and each.is_dir()]
 

@@ -68,10 +68,14 @@ def bundle(
         if action is not BundleAction.VERIFY:
             raise InvalidArgumentError(f"--model: expected with verify, got with {action}; leave it out")
         check_model(model)
-    from torchax_serve.export.layout import TEXTS
+    from torchax_serve.export.layout import MODULE, TEXTS
     from torchax_serve.export.manifest import check_files, read_manifest
 
     manifest = read_manifest(version_folder(folder, version))
+    if model is not None and MODULE in manifest.content:
+        raise InvalidArgumentError(
+            f"--model: expected none with a bundle of a {manifest['model']['class']}, which no name loads; leave it out"
+        )
     if action is BundleAction.INFO:
         found = _facts(manifest) | _unfinished(folder)
         print(json.dumps(found, indent=1) if as_json else "\n".join(f"{name}: {text}" for name, text in found.items()))
@@ -120,7 +124,7 @@ def _facts(manifest: Manifest) -> dict[str, Any]:
         "weights": f"{weights / 1e6:.1f} MB, {manifest['weights']['format']}",
         "platforms": ", ".join(manifest["variants"]),
         "programs": f"{_num_programs(manifest)}",
-        "engine": ", ".join(f"{name}={value}" for name, value in engine.items()),
+        "engine": ", ".join(f"{name}={value}" for name, value in engine.items()) or "none",
         "made with": ", ".join(f"{name} {number}" for name, number in manifest["made_with"].items()),
         "made at": manifest["made_at"],
         "readable until": f"{manifest.readable_until} by every release of JAX; bundle refresh writes it again",

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Mapping, Sequence
-from typing import Any, Self
+from pathlib import Path
+from typing import Any, Literal, Self
 
 import jax
 import torch
 
 from model_adapters.errors import InvalidArgumentError, TorchaxServeError, UnsupportedModelError
-from torchax_serve.modules.named_dims import BATCH, NamedCall, dims_of_forward, joined
+from torchax_serve.modules.named_dims import BATCH, MAX_ROWS, NamedCall, dims_of_forward, joined
+from torchax_serve.modules.plan import ModulePlan, plan_of
 from torchax_serve.modules.runtime import ModuleRuntime
 from torchax_serve.modules.to_jax import module_to_jax
 from torchax_serve.pooling.queue import PoolingQueue, QueuedTexts, check_wanted
 
-MAX_ROWS = 32
-"""Rows of a batch of several calls; a power of two. A call with more has a batch of its own."""
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 4e-2, torch.float16: 4e-3}
 """Largest difference that padding may make, relative to the largest number of a result where that is above 1."""
 
@@ -115,14 +116,65 @@ class ModuleModel:
         (found,) = await self._queued(args, kwargs or {}).run_async(timeout_s, queue_timeout_s)
         return found
 
-    def _queued(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> QueuedTexts:
+    def export(
+        self,
+        out: str | os.PathLike[str],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        sizes: Mapping[str, Sequence[int]] | None = None,
+        platforms: Sequence[str] = ("cpu",),
+        weights: Literal["safetensors", "orbax"] = "safetensors",
+    ) -> Path:
+        """Writes weights and programs as a bundle that runs without torch.
+
+        Returns the version's folder. ``serve(out)`` takes arrays of NumPy. That padding changes no result is checked
+        first.
+
+        Args:
+            out: folder of the bundle, new or with other versions.
+            args: positional arguments of a call like those that the bundle will get.
+            kwargs: its keyword arguments.
+            sizes: lengths of each named dimension that have programs, such as ``{"time": (16, 64)}``; those of
+                "batch" are the powers of two up to 32 where it has none.
+            platforms: platforms of the programs: ``cpu``, ``tpu:v6e``, ``cuda:h100``; their devices need not be here.
+            weights: format of the weights; safetensors are mapped.
+
+        Raises:
+            UnsupportedModelError: code that reads values of tensors; padding changes results; results of other
+                lengths than those of named dimensions.
+            InvalidArgumentError: sizes that do not fit; a folder with something else in it.
+            TorchaxServeError: the disk is full, or a package is missing.
+        """
+        from torchax_serve.export.modules import ModuleExporter
+        from torchax_serve.export.writer import ExportRequest, export_module
+
+        call = self._call(args, kwargs or {})
+        exporter = ModuleExporter.of(self._runtime, self.name, self._signature, call, sizes or {})
+        if call.lens:
+            self.run(*call.not_of_buckets().arguments())
+        return export_module(exporter, Path(out), ExportRequest(platforms=platforms, weights=weights)).folder
+
+    def plan(self, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> ModulePlan:
+        """Returns bytes and arithmetic of the program of a call, which is compiled and not run.
+
+        Raises:
+            UnsupportedModelError: code that reads values of tensors.
+        """
+        call = self._call(args, kwargs or {}).padded()
+        return plan_of(self._runtime, (call if call.num_rows is None else joined([call])).arguments())
+
+    def _call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> NamedCall:
         try:
             bound = self._signature.bind(*args, **kwargs)
         except TypeError as error:
             raise InvalidArgumentError(
                 f"{self.name}: expected the arguments {self._signature}, got others ({error}); correct them"
             ) from None
-        call = NamedCall.of(bound, self.dims)
+        return NamedCall.of(bound, self.dims)
+
+    def _queued(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> QueuedTexts:
+        call = self._call(args, kwargs)
         key = call.key()
         try:
             hash(key)

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from torchax_serve.entrypoints.image_model import ImageModel
     from torchax_serve.entrypoints.module_model import ModuleModel
     from torchax_serve.export.bundle_encoder import BundleEncoder
+    from torchax_serve.export.bundle_module import BundleModule
 
 
 @refuses_unknown
@@ -118,7 +119,7 @@ def serve_without_pipelines(model: str | os.PathLike[str] | None, **options: Any
     return _serve(ServeArguments(model, **options).with_engine())
 
 
-def _serve(options: ServeArguments) -> ServedModel | ImageModel | ModuleModel | BundleEncoder:
+def _serve(options: ServeArguments) -> ServedModel | ImageModel | ModuleModel | BundleEncoder | BundleModule:
     """Returns the model of `options`.
 
     Raises:
@@ -196,7 +197,7 @@ def _module_model(options: ServeArguments) -> ModuleModel:
     return ModuleModel(options.model)
 
 
-def _bundle_model(folder: Path, options: ServeArguments) -> ServedModel | BundleEncoder:
+def _bundle_model(folder: Path, options: ServeArguments) -> ServedModel | BundleEncoder | BundleModule:
     """Returns the model of a bundle.
 
     Raises:

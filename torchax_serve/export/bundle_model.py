@@ -18,7 +18,7 @@ from torchax_serve.compilation.executable_cache import ExecutableCache
 from torchax_serve.compilation.xla_cache import enable_compile_cache, programs_dir
 from torchax_serve.engine.options import EngineOptions
 from torchax_serve.entrypoints.served_model import ServedModel
-from torchax_serve.export.layout import GENERATION_CONFIG, TEMPLATE, TEXTS, TOKENIZER, TOOLS_TEMPLATE
+from torchax_serve.export.layout import GENERATION_CONFIG, MODULE, TEMPLATE, TEXTS, TOKENIZER, TOOLS_TEMPLATE
 from torchax_serve.export.manifest import Manifest, check_files, read_manifest, require_flatbuffers
 from torchax_serve.export.mesh import BundleSharding
 from torchax_serve.export.programs import ExportedPrograms
@@ -31,6 +31,7 @@ from torchax_serve.start.weights_file import TensorNames
 
 if TYPE_CHECKING:
     from torchax_serve.export.bundle_encoder import BundleEncoder
+    from torchax_serve.export.bundle_module import BundleModule
 
 logger = logging.getLogger("torchax_serve")
 
@@ -102,10 +103,10 @@ def load_bundle(
     version: int | None = None,
     name: str | None = None,
     num_replicas: int = 1,
-) -> BundleModel | BundleEncoder:
+) -> BundleModel | BundleEncoder | BundleModule:
     """Loads a model from a bundle; imports neither torch nor transformers.
 
-    Returns a `BundleEncoder` if the model writes no text.
+    Returns a `BundleEncoder` if the model writes no text, and a `BundleModule` of a module of another library.
 
     Args:
         folder: The bundle, or the folder of one of its versions.
@@ -126,14 +127,20 @@ def load_bundle(
     check_files(manifest)
     variant = _chosen(manifest, variants)
     called = str(folder) if name is None else name
+    if num_replicas > 1 and not {TEXTS, MODULE}.isdisjoint(manifest.content):
+        raise InvalidArgumentError(
+            f"mesh: expected one replica of a bundle that writes no text, got data {num_replicas}; start a server for "
+            "each"
+        )
+    if MODULE in manifest.content:
+        from torchax_serve.export.bundle_module import BundleModule
+
+        if engine is not None:
+            raise InvalidArgumentError("engine: expected None for a bundle of a module, which has none; leave it out")
+        return BundleModule(manifest, variant, called)
     if TEXTS in manifest.content:
         from torchax_serve.export.bundle_encoder import load_encoder
 
-        if num_replicas > 1:
-            raise InvalidArgumentError(
-                f"mesh: expected one replica of a bundle that reads texts, got data {num_replicas}; start a server for "
-                "each"
-            )
         return load_encoder(manifest, variant, engine, called)
     options = _engine_options(manifest, variant, engine)
     return BundleModel(manifest, _stored(manifest, variant, called, num_replicas), options)

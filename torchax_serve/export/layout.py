@@ -8,6 +8,8 @@ GPU_CALLS = ("__gpu$xla.gpu.triton", "mosaic_gpu_v2")
 """Kernels of Pallas for GPUs in programs, which JAX promises to read with the release that wrote them alone."""
 TEXTS = "texts"
 """Name of the programs that read a batch of texts, and of the manifest's part about them."""
+MODULE = "module"
+"""Name of the programs of a module of any library, and of the manifest's part about them."""
 POOLING = ":pooling:"
 """Beginning of the names of tensors of layers behind the model."""
 POOLING_WEIGHT = POOLING + "{}:{}"

@@ -22,9 +22,18 @@ from model_adapters.ops.quantized_weight import QuantizedWeight
 from torchax_serve import __version__
 from torchax_serve.engine.factory import memory_budget
 from torchax_serve.engine.options import EngineOptions
-from torchax_serve.export.layout import ENGINE_SIZES, GENERATION_CONFIG, TEMPLATE, TEXTS, TOKENIZER, TOOLS_TEMPLATE
+from torchax_serve.export.layout import (
+    ENGINE_SIZES,
+    GENERATION_CONFIG,
+    MODULE,
+    TEMPLATE,
+    TEXTS,
+    TOKENIZER,
+    TOOLS_TEMPLATE,
+)
 from torchax_serve.export.manifest import Manifest, require_flatbuffers, write_manifest
 from torchax_serve.export.mesh import described_mesh
+from torchax_serve.export.modules import ModuleExporter
 from torchax_serve.export.program_writer import ProgramWriter
 from torchax_serve.export.steps import StepExporter, not_exportable
 from torchax_serve.export.targets import PLATFORMS, ExportTarget, parse_platforms
@@ -160,6 +169,42 @@ def _export_texts(
         if tokenizer is not None:
             (new.folder / TOKENIZER).write_text(tokenizer.backend, "utf-8", newline="")
         _copy_licences(new.folder, loaded)
+        return new.completed(write_manifest(new.folder, content))
+
+
+def export_module(exporter: ModuleExporter, out: Path, request: ExportRequest) -> Manifest:
+    """Writes a module of any library as `export_model` does a model."""
+    require_flatbuffers()
+    check_format(request.weights)
+    targets = request.targets()
+    runtime, described = exporter.runtime, exporter.described()
+    names, tensors = named_tensors(runtime.weights)
+    with new_version(out, sum(array.nbytes for array in tensors.values())) as new:
+        programs = ProgramWriter(
+            names, {name: _shape_of(array) for name, array in tensors.items()}, new.folder, request.advance
+        )
+        dtypes = [
+            str(array.dtype) for array in tensors.values() if jax.numpy.issubdtype(array.dtype, jax.numpy.floating)
+        ]
+        content = {
+            **_versions(),
+            "model": {
+                "name": exporter.name,
+                "class": type(runtime.module).__name__,
+                "model_type": MODULE,
+                "dtype": next(iter(dtypes), "float32"),
+                "quantization": None,
+                "requantized": False,
+                "config": {},
+            },
+            "tokenizer": None,
+            "engine": {},
+            "mesh": None,
+            MODULE: described,
+            **_written(
+                new.folder, tensors, programs, request, targets, lambda target: exporter.export(target, programs)
+            ),
+        }
         return new.completed(write_manifest(new.folder, content))
 
 

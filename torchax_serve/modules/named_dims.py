@@ -16,6 +16,8 @@ from model_adapters.errors import InvalidArgumentError
 
 BATCH = "batch"
 """Name of dimensions of rows that do not depend on each other."""
+MAX_ROWS = 32
+"""Rows of a batch of several calls; a power of two. A call with more has a batch of its own."""
 LEAST_LEN = 8
 """Shortest bucket of a named dimension other than `BATCH`; the others are powers of two."""
 
@@ -132,6 +134,28 @@ class NamedCall:
         tensors = tuple(_padded(tensor, self.bucket(at)) for at, tensor in enumerate(self.tensors))
         lens = {name: size if name == BATCH else bucket_of(size) for name, size in self.lens.items()}
         return dataclasses.replace(self, tensors=tensors, lens=lens)
+
+    def of_lens(self, lens: Mapping[str, int]) -> NamedCall:
+        """Returns a call of zeros with other lengths of its named dimensions."""
+        made = []
+        for tensor, dims in zip(self.tensors, self.dims, strict=True):
+            shape = [size if dim is None else lens[dim] for dim, size in zip(dims, tensor.shape, strict=True)]
+            made.append(tensor.new_zeros(shape))
+        return dataclasses.replace(self, tensors=tuple(made), lens=dict(lens))
+
+    def not_of_buckets(self) -> NamedCall:
+        """Returns a call of three rows and of lengths that are no buckets, so that it is padded."""
+        tensors, lens = [], dict(self.lens)
+        for tensor, dims in zip(self.tensors, self.dims, strict=True):
+            for axis, dim in enumerate(dims):
+                if dim == BATCH:
+                    lens[dim] = 3
+                    tensor = tensor.index_select(axis, torch.arange(3) % tensor.shape[axis])
+                elif dim is not None:
+                    lens[dim] = max(1, tensor.shape[axis] - (tensor.shape[axis] == bucket_of(tensor.shape[axis])))
+                    tensor = tensor.narrow(axis, 0, lens[dim])
+            tensors.append(tensor)
+        return dataclasses.replace(self, tensors=tuple(tensors), lens=lens)
 
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns ``(args, kwargs)`` of the call."""

@@ -138,6 +138,19 @@ class ModuleRuntime:
         as_tensor = self._device_tensor if self.stays_on_device else host_tensor
         return jax.tree.map(as_tensor, result, is_leaf=lambda leaf: isinstance(leaf, Constant))
 
+    def function_of(
+        self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Callable[[Any, list[jax.Array]], Any], list[jax.Array]]:
+        """Returns the function of weights and arrays that a call runs, to be traced, and its arrays.
+
+        It returns a pytree of arrays and `Constant`, and raises if the code reads values of tensors.
+        """
+        with self._lock:
+            self._follow_module()
+            spec, arrays = self._split(method, *self._numbers_as_tensors(method, args, kwargs), reads_values=False)
+            program = self._program
+        return lambda weights, arrays: program.run(weights, arrays, spec)[0], arrays
+
     def shapes_of(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[int, ...]]:
         """Returns the shapes of the tensors of a method's result, which is traced and not run."""
 

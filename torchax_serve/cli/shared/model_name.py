@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from model_adapters.errors import InvalidArgumentError
+from model_adapters.loading.bundle_folder import holds_module
 from model_adapters.loading.hub_cache import downloaded
 from model_adapters.loading.model_source import ModelSource, bundle_folder, parse_name
 from model_adapters.loading.short_names import SHORT_NAMES
@@ -43,6 +44,11 @@ def check_model(
             f"MODEL: expected a model of transformers, got {name}, a pipeline of diffusers; use torchax-serve draw"
         )
     source = parse_name(name, revision)
+    if (folder := bundle_folder(name)) is not None and holds_module(folder):
+        raise InvalidArgumentError(
+            f"MODEL: expected a model of transformers, got {name}, the bundle of a module, which no command runs; load "
+            "it in Python by torchax_serve.serve"
+        )
     if isinstance(source, ModelSource) and source.kind == "config" and with_weights:
         raise InvalidArgumentError(
             f"MODEL: expected a model with weights, got the configuration {name}; give the folder of the model"
