@@ -28,6 +28,7 @@ from model_adapters.lowerings import (
     order_statistics,
     pooling,
     promotion,
+    recurrent,
     resize,
     special_cases,
     spectral,
@@ -108,6 +109,7 @@ def install() -> None:
     factorizations.install()
     masked_writes.install()
     bags.install()
+    recurrent.install()
     special_cases.install()
     integers.install()
     order_statistics.install()

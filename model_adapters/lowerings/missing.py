@@ -18,7 +18,15 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
 """Folders whose lines are left out: what calls them is shown."""
 
-_OF_FUNCTIONS = ("aten._scaled_dot_product", "aten._native_multi_head", "aten._fused", "prim.")
+_OF_FUNCTIONS = (
+    "aten._scaled_dot_product",
+    "aten._native_multi_head",
+    "aten._fused",
+    "aten._pack_padded",
+    "aten._pad_packed",
+    "aten.mkldnn_rnn_layer",
+    "prim.",
+)
 """Operators that PyTorch makes of functions which are lowered themselves."""
 
 

@@ -63,7 +63,7 @@ def _window(samples: Callable[..., Any]) -> Callable[..., jax.Array]:
 
 
 def _istft(
-    spectrum: jax.Array,
+    input: jax.Array,
     n_fft: int,
     hop_length: int | None = None,
     win_length: int | None = None,
@@ -74,10 +74,11 @@ def _istft(
     length: int | None = None,
     return_complex: bool = False,
 ) -> jax.Array:
-    """Computes ``torch.istft`` of `spectrum` [..., frequency, frame].
+    """Computes ``torch.istft`` of `input` [..., frequency, frame].
 
     Where windows leave a sample without weight, PyTorch raises; a program, which knows no values, has nan there.
     """
+    spectrum = input
     hop, size = hop_length or n_fft // 4, win_length or n_fft
     weights = jnp.ones(size, spectrum.real.dtype) if window is None else window
     _check(spectrum, n_fft, hop, size, weights, onesided)

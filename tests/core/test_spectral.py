@@ -16,7 +16,7 @@ class Inverse(torch.nn.Module):
 
     def forward(self, x):
         options = dict(self.options)
-        return torch.istft(torch.view_as_complex(x), options.pop("n_fft"), window=self.window, **options)
+        return torch.istft(input=torch.view_as_complex(x), n_fft=options.pop("n_fft"), window=self.window, **options)
 
 
 HANN = torch.hann_window(16)
