@@ -67,7 +67,8 @@ def config_overrides(module: PreTrainedModel, *, attention: str | None, experts:
 
 def configs_of(module: torch.nn.Module) -> list[Any]:
     """Returns each configuration that a part of `module` reads, once."""
-    found = {id(child.config): child.config for child in module.modules() if hasattr(child, "config")}
+    of_parts = [child.config for child in module.modules() if hasattr(child, "config")]
+    found = {id(config): config for config in of_parts if hasattr(config, "__dict__")}  # no dict, as of other libraries
     for config in list(found.values()):
         for part in getattr(config, "sub_configs", {}):
             if (sub := getattr(config, part, None)) is not None:

@@ -8,6 +8,7 @@ from typing import Annotated
 import hypothesis
 import pytest
 import torch
+import transformers
 from hypothesis import strategies
 
 from torchax_serve import (
@@ -84,6 +85,36 @@ def test_results_follow_a_module_that_changes():
         torch.testing.assert_close(model(x), head(x).detach(), rtol=1e-4, atol=1e-5)
         head.weight, head.bias = torch.nn.Parameter(torch.ones(6, 4)), torch.nn.Parameter(torch.ones(6))
         torch.testing.assert_close(model(x), head(x).detach(), rtol=1e-4, atol=1e-5)
+
+
+class Derived(transformers.PreTrainedModel):
+    """A model of another library, with a forward that transformers does not call."""
+
+    config_class = transformers.PretrainedConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.head = torch.nn.Linear(4, 2)
+        self.post_init()
+
+    def forward(self, context):
+        return self.head(context)
+
+
+class Described(torch.nn.Linear):
+    @property
+    def config(self):
+        return {"a": 1}
+
+
+@pytest.mark.parametrize("module", [Derived(transformers.PretrainedConfig()), Described(4, 2)])
+def test_modules_with_configurations_of_their_own_are_served(module):
+    x = torch.randn(3, 4)
+    with torch.no_grad():
+        expected = module(x)
+    with serve(module) as model:
+        assert isinstance(model, ModuleModel)
+        torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-5)
 
 
 class First(torch.nn.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import sys
@@ -27,11 +28,17 @@ def is_diffusers_module(value: Any) -> bool:
 
 
 def is_other_module(value: Any) -> bool:
-    """Tells whether `value` is a module that is no model of transformers, and wraps none."""
+    """Tells whether `value` is a module that is no model of transformers, and wraps none.
+
+    A class of another library that is derived from transformers' own, with a forward of other arguments, is a module.
+    """
     torch, transformers = sys.modules.get("torch"), sys.modules.get("transformers")
     if torch is None or not isinstance(value, torch.nn.Module):
         return False
     is_theirs = transformers is not None and isinstance(value, transformers.PreTrainedModel)
+    if is_theirs and not type(value).__module__.startswith("transformers."):
+        parameters = inspect.signature(type(value).forward).parameters.values()
+        is_theirs = any(each.name == "return_dict" or each.kind is each.VAR_KEYWORD for each in parameters)
     return not (is_theirs or callable(getattr(value, "get_base_model", None)))
 
 
