@@ -28,6 +28,7 @@ def install() -> None:
     for clamp in (torch.ops.aten.clamp.default, torch.ops.aten.clamp.Tensor):
         set_lowering(clamp, _clamp)
     set_lowering(torch.ops.aten.clamp_min, lambda x, min: _clamp(x, min))
+    set_lowering(torch.ops.aten.atan2, _atan2)
     _norm_of_zeros()
     _group_norm_of_nothing()
 
@@ -39,6 +40,14 @@ def _clamp(x: jax.Array, min: Any = None, max: Any = None) -> jax.Array:
     if min is not None:
         x = jnp.where((x < min) | jnp.isnan(min), min, x)
     return x if max is None else jnp.where((x > max) | jnp.isnan(max), max, x)
+
+
+def _atan2(y: Any, x: Any) -> jax.Array:
+    """Computes ``torch.atan2``, whose gradient is 0 for two zeros, as PyTorch has it."""
+    y, x = jnp.asarray(y) * 1.0, jnp.asarray(x) * 1.0
+    is_zero = (x == 0) & (y == 0)
+    fixed = jax.lax.stop_gradient(jnp.arctan2(y, x))
+    return jnp.where(is_zero, fixed, jnp.arctan2(y, jnp.where(is_zero, 1, x)))
 
 
 def _norm_of_zeros() -> None:

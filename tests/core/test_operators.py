@@ -41,6 +41,7 @@ def test_an_operator_computes_as_pytorch_does(name, operators):
     "function",
     [
         lambda x: x.norm(dim=1),
+        lambda x: torch.atan2(x[:, 0], x[:, 1]),
         lambda x: torch.linalg.vector_norm(x, dim=(0, 1)),
         lambda x: x.clamp(min=0, max=2),
         lambda x: x.clamp_min(2),
