@@ -1,181 +1,173 @@
 """Modules of other libraries beside eager PyTorch: what `to_jax` returns for random weights, and gradients.
 
-    pip install --no-deps --target modules pytorchcv torch-geometric x-transformers einops einx frozendict loguru \\
-        torch-einops-utils fair-esm
-    PYTHONPATH=modules python benchmarks/modules.py                    # all that have no row yet
-    PYTHONPATH=modules python benchmarks/modules.py --part 1/20        # every twentieth
-    PYTHONPATH=modules python benchmarks/modules.py --show             # counts, and what differs
+    python benchmarks/modules.py                        # all that have no row yet
+    python benchmarks/modules.py --library timm         # of one library
+    python benchmarks/modules.py --again "timm vgg11"   # one of them, again
+    python benchmarks/modules.py --failed               # those that are not right, again
+    python benchmarks/modules.py --show                 # counts, and what differs
 
-Of pytorchcv these are all models of images of 224 pixels by name, one image each; of torch-geometric its models and
-convolutions on a graph of four nodes; a few of x-transformers and fair-esm. A row says whether outputs are within 1e-4
-of PyTorch's, relative to the largest number of an output where that is above 1, and gradients of the mean square by
-the weights within 1e-3. torchvision is not installed: an empty module stands for it where a library imports it in vain.
+`module_parity/libraries.py` names the packages; one that is not installed is left out. Modules have few layers and
+small inputs where their library allows it. Weights are random, those that libraries set to zero or one as well. A row
+says whether outputs are within 1e-4 of PyTorch's, relative to the largest number of an output, and gradients of a
+weighted sum of the outputs by weights and inputs within 1e-3. A worker process checks one module after the other; a
+module that ends the process or takes too long is a row that says so.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import json
+import multiprocessing
 import os
-import sys
 import time
-import unittest.mock
 import warnings
 from collections import Counter
 from pathlib import Path
 
-import jax
-import torch
-
+from module_parity.libraries import LIBRARIES, PACKAGES, cases_of, library_of
 from parity_sweep.sweep import QUICK_COMPILATION
-from torchax_serve import extract_jax, to_jax
-from torchax_serve.parity.result import error_line
 
-RESULTS = Path(__file__).with_name("results") / "modules.jsonl"
-OUTPUTS, GRADIENTS = 1e-4, 1e-3
-MOST_WEIGHTS = 30e6
-"""Weights of the largest module that is compared."""
-
-
-def image(size=224):
-    return (torch.randn(1, 3, size, size),)
+RESULTS = Path(__file__).with_name("results") / "modules.json"
+TIME_LIMIT_S = 300
+"""Seconds for one module, of which most take some."""
+MODULES_PER_WORKER = 25
+"""Modules after which a worker is replaced, whose compiled programs stay in memory."""
 
 
-def tokens():
-    return (torch.randint(4, 24, (1, 12)),)
+def work(connection):
+    """The loop of a worker process: a name in, a row out."""
+    warnings.filterwarnings("ignore")
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {QUICK_COMPILATION}"  # each program runs once
+    import torch
+
+    from module_parity.compare import compared
+
+    torch.set_num_threads(1)
+    known = {}
+    while True:
+        name = connection.recv()
+        library = library_of(name)
+        if library not in known:
+            known[library] = cases_of(library)
+        connection.send(compared(known[library][name]))
 
 
-def graph():
-    return torch.randn(4, 8), torch.tensor([[0, 1, 1, 2, 3, 0], [1, 0, 2, 1, 0, 3]])
+class Worker:
+    """A process that compares one module after the other."""
 
+    def __init__(self):
+        context = multiprocessing.get_context("spawn")
+        self.connection, theirs = context.Pipe()
+        self.process = context.Process(target=work, args=(theirs,), daemon=True)
+        self.process.start()
+        theirs.close()
+        self.num_done = 0
 
-def of_pytorchcv():
-    from pytorchcv.model_provider import _models, get_model
-
-    small = ("cifar10", "cifar100", "svhn")
-    return {
-        f"pytorchcv {name}": (lambda name=name: get_model(name), (lambda: image(32)) if name.endswith(small) else image)
-        for name in sorted(_models)
-    }
-
-
-def of_geometric():
-    from torch_geometric import nn
-
-    models = ("GCN", "GAT", "GraphSAGE", "GIN", "EdgeCNN")
-    found = {f"torch_geometric {name}": (lambda name=name: getattr(nn, name)(8, 16, 2, 4), graph) for name in models}
-    convolutions = (
-        "GCN GATv2 Transformer SAGE Graph TAG ARMA SG ResGatedGraph LE ClusterGCN GEN FiLM SuperGAT EG General"
-    )
-    for name in convolutions.split():
-        found[f"torch_geometric {name}Conv"] = (lambda name=name: getattr(nn, f"{name}Conv")(8, 16), graph)
-    return found
-
-
-def of_transformers():
-    from esm.model.esm2 import ESM2
-    from x_transformers import Decoder, Encoder, TransformerWrapper
-
-    def wrapped(layers, **options):
-        made = layers(dim=64, depth=2, heads=4, **options)
-        return TransformerWrapper(num_tokens=100, max_seq_len=32, attn_layers=made)
-
-    return {
-        "x_transformers decoder": (lambda: wrapped(Decoder, rotary_pos_emb=True), tokens),
-        "x_transformers decoder, alibi": (lambda: wrapped(Decoder, alibi_pos_bias=True, ff_glu=True), tokens),
-        "x_transformers encoder": (lambda: wrapped(Encoder, macaron=True), tokens),
-        "fair-esm ESM2": (lambda: ESM2(num_layers=2, embed_dim=64, attention_heads=4, alphabet="ESM-1b"), tokens),
-    }
-
-
-def cases():
-    """What is compared by name: how it is made, and its inputs."""
-    found = {}
-    for library in (of_geometric, of_transformers, of_pytorchcv):
+    def row_of(self, name):
+        """The row of a module, and whether the process can go on."""
+        self.connection.send(name)
         try:
-            found |= library()
-        except ImportError as error:
-            print(f"{library.__name__}: left out, {error}")
-    return found
+            if not self.connection.poll(TIME_LIMIT_S):
+                return {"status": "timed out", "error": f"no answer within {TIME_LIMIT_S} s"}, False
+            row = self.connection.recv()
+        except (EOFError, ConnectionResetError):
+            self.process.join(10)
+            return {"status": "crashed", "error": f"the process ended with status {self.process.exitcode}"}, False
+        self.num_done += 1
+        return row, self.num_done < MODULES_PER_WORKER
+
+    def end(self):
+        """Ends the process."""
+        self.process.kill()
+        self.process.join()
+        self.connection.close()
 
 
-def difference(ours, theirs):
-    """The largest difference, relative to the largest number of a tensor where that is above 1."""
-    found = 0.0
-    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
-        if isinstance(b, torch.Tensor) and b.numel():
-            b = b.detach().float()
-            a = torch.tensor(jax.device_get(a)).float() if isinstance(a, jax.Array) else a.float()
-            found = max(found, float((a - b).abs().max()) / max(1.0, float(b.abs().max())))
-    return found
-
-
-def mean_square(outputs):
-    floats = [each for each in jax.tree.leaves(outputs) if each.dtype in (torch.float32, jax.numpy.float32)]
-    return sum((each**2).mean() for each in floats)
-
-
-def compared(name, make, inputs, has_gradients):
-    """The row of a module."""
-    began, row = time.monotonic(), {"name": name}
+def rows_of(names):
+    """Yields name and row of each module."""
+    worker = None
     try:
-        torch.manual_seed(0)
-        module, args = make().eval(), inputs()
-        row["weights"] = sum(each.numel() for each in module.parameters())
-        if row["weights"] > MOST_WEIGHTS:
-            return row | {"status": "too large"}
-        theirs = module(*args)
-    except Exception as error:
-        return row | {"status": "impossible", "error": error_line(error)}
-    try:
-        if has_gradients:
-            mean_square(theirs).backward()
-            wanted = {name: each.grad for name, each in module.named_parameters() if each.grad is not None}
-            weights, function = extract_jax(module)
-            others = {name: each for name, each in weights.items() if name not in wanted}
-            gradient = jax.grad(lambda some: mean_square(function({**others, **some}, args)))
-            some = {name: weights[name] for name in wanted}
-            try:
-                found = jax.jit(gradient)(some)
-            except (jax.errors.ConcretizationTypeError, jax.errors.NonConcreteBooleanIndexError):
-                found = gradient(some)  # the code reads its integers, which are values outside of a jit
-            row["gradients"] = max((difference(found[name], each) for name, each in wanted.items()), default=0.0)
-        row["outputs"] = difference(to_jax(module)(*args), theirs)
-    except Exception as error:
-        return row | {"status": "failed", "error": error_line(error)}
-    right = row["outputs"] <= OUTPUTS and row.get("gradients", 0.0) <= GRADIENTS
-    return row | {"status": "passed" if right else "differs", "seconds": round(time.monotonic() - began, 1)}
+        for name in names:
+            worker = worker or Worker()
+            row, goes_on = worker.row_of(name)
+            yield name, row
+            if not goes_on:
+                worker.end()
+                worker = None
+    finally:
+        if worker is not None:
+            worker.end()
+
+
+def is_right(row):
+    """Whether outputs and gradients are PyTorch's."""
+    return row["status"] == "passed" and ("no_gradients" in row or has_right_gradients(row))
+
+
+def has_right_gradients(row):
+    """Whether gradients are PyTorch's."""
+    return row.get("gradients") is not None and row["gradients"] <= 1e-3
 
 
 def show(rows):
+    """Prints what is not right, and a table of counts by library."""
+    for name, row in rows.items():
+        if not is_right(row):
+            print(name, {key: value for key, value in row.items() if key != "seconds"})
+    print("| Library | modules | right outputs | right gradients |\n|---|---|---|---|")
+    for library in LIBRARIES:
+        own = [row for name, row in rows.items() if library_of(name) == library]
+        compared = [row for row in own if row["status"] not in ("impossible", "too large")]
+        outputs = sum(row["status"] == "passed" for row in compared)
+        gradients = sum(map(has_right_gradients, compared))
+        wanted = sum("no_gradients" not in row for row in compared)
+        print(f"| {library} | {len(compared)} | {outputs} | {gradients} of {wanted} |")
     print(dict(Counter(row["status"] for row in rows.values())))
-    for row in rows.values():
-        if row["status"] in ("failed", "differs"):
-            print(row["name"], {key: row[key] for key in ("outputs", "gradients", "error") if key in row})
+
+
+def save(path, rows):
+    """Writes the rows, with the versions of what they were measured with."""
+    packages = [package for package in (*PACKAGES, "torch", "jax", "torchax") if _version(package)]
+    content = {"versions": {package: _version(package) for package in packages}, "modules": dict(sorted(rows.items()))}
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(content, indent=1) + "\n")
+    temporary.replace(path)
+
+
+def _version(package):
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", default="1/1", metavar="N/M", help="every M-th, from the N-th on")
-    parser.add_argument("--no-gradients", action="store_true", help="outputs alone")
-    parser.add_argument("--show", action="store_true")
+    parser.add_argument("--library", choices=LIBRARIES, action="append", help="of these alone")
+    parser.add_argument("--again", nargs="*", default=[], metavar="NAME", help="these, again")
+    parser.add_argument("--failed", action="store_true", help="also those that are not right")
+    parser.add_argument("--most", type=int, help="number of modules of this run")
+    parser.add_argument("--show", action="store_true", help="compare none")
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args()
-    lines = options.results.read_text().splitlines() if options.results.exists() else []
-    rows = {row["name"]: row for row in map(json.loads, lines)}
-    if not options.show:
-        warnings.filterwarnings("ignore")
-        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {QUICK_COMPILATION}"  # each program runs once
-        for each in ("torchvision", "torchvision.transforms", "torchvision.ops"):
-            sys.modules.setdefault(each, unittest.mock.MagicMock())
-        first, step = map(int, options.part.split("/"))
-        known = cases()
-        for name in list(known)[first - 1 :: step]:
-            if name not in rows:
-                rows[name] = compared(name, *known[name], not options.no_gradients)
-                with options.results.open("a") as file:
-                    print(json.dumps(rows[name]), file=file)
-                print(rows[name], flush=True)
+    rows = json.loads(options.results.read_text())["modules"] if options.results.exists() else {}
+    names = list(options.again)
+    if not names and not options.show:
+        for library in options.library or LIBRARIES:
+            try:
+                known = cases_of(library)
+            except ImportError as error:
+                print(f"{library}: left out, {error}")
+                continue
+            names += [name for name in known if name not in rows or (options.failed and not is_right(rows[name]))]
+    began = time.monotonic()
+    for name, row in rows_of(names[: options.most]):
+        rows[name] = row
+        save(options.results, rows)
+        differences = "  ".join(f"{row[key]:.0e}" for key in ("outputs", "gradients") if row.get(key) is not None)
+        said = f"{name:40} {row['status']:8} {differences} {row.get('error', '')}"
+        print(f"{time.monotonic() - began:6.0f} s  {said}", flush=True)
     show(rows)
 
 
