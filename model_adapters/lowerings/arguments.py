@@ -46,10 +46,15 @@ def _of_all_axes(theirs: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _vector_norm(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a lowering of ``linalg.vector_norm``; that of zeros has the gradient 0."""
+
     def norm(x: jax.Array, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
         if dtype is not None:
             x = x.astype(jax.dtypes.canonicalize_dtype(str(dtype).removeprefix("torch.")))
         dims = tuple(dim) or None if isinstance(dim, list | tuple) else dim
+        if ord == 2 and x.ndim and jnp.issubdtype(x.dtype, jnp.floating):
+            total = jnp.sum(x.astype(jnp.promote_types(x.dtype, jnp.float32)) ** 2, dims, keepdims=keepdim)
+            return jnp.where(total == 0, 0, jnp.sqrt(jnp.where(total == 0, 1, total))).astype(x.dtype)
         return theirs(x, ord, dims, keepdim).astype(jnp.finfo(x.dtype).dtype)
 
     return norm

@@ -1,4 +1,4 @@
-"""Lowering of sums, means and maxima of bags of embeddings, which torchax 0.0.13 has in part."""
+"""Lowering of bags of embeddings, which torchax 0.0.13 has in part."""
 
 from __future__ import annotations
 

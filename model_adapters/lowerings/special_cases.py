@@ -29,7 +29,6 @@ def install() -> None:
         set_lowering(clamp, _clamp)
     set_lowering(torch.ops.aten.clamp_min, lambda x, min: _clamp(x, min))
     set_lowering(torch.ops.aten.atan2, _atan2)
-    _norm_of_zeros()
     _group_norm_of_nothing()
 
 
@@ -48,20 +47,6 @@ def _atan2(y: Any, x: Any) -> jax.Array:
     is_zero = (x == 0) & (y == 0)
     fixed = jax.lax.stop_gradient(jnp.arctan2(y, x))
     return jnp.where(is_zero, fixed, jnp.arctan2(y, jnp.where(is_zero, 1, x)))
-
-
-def _norm_of_zeros() -> None:
-    """Gives the norm of zeros the gradient 0, as PyTorch does."""
-    theirs = get_lowering(torch.ops.aten.linalg_vector_norm)
-
-    def norm(x: jax.Array, ord: Any = 2, dim: Any = None, keepdim: bool = False, **options: Any) -> Any:
-        if ord not in (2, "fro") or options.get("dtype") is not None or not jnp.issubdtype(x.dtype, jnp.floating):
-            return theirs(x, ord, dim, keepdim, **options)
-        axes = None if dim is None or not x.ndim else tuple(np.atleast_1d(np.asarray(dim, int)).tolist()) or None
-        total = jnp.sum(x**2, axes, keepdims=keepdim)
-        return jnp.where(total == 0, 0, jnp.sqrt(jnp.where(total == 0, 1, total)))
-
-    set_lowering(torch.ops.aten.linalg_vector_norm, norm)
 
 
 @jax.custom_jvp
