@@ -53,6 +53,8 @@ def _narrowed(args: Any, has_condition: bool) -> Any:
     operands = [x for x in args[first:] if isinstance(x, torch.Tensor)]
     if all(x.ndim for x in operands) or not any(x.ndim for x in operands):
         return args
+    if not any(isinstance(x, TorchTensor) for x in operands):  # masks that transformers computes on the host stay there
+        return args
     views = as_views(tuple(args))
     arrays = [x._elem for x in views[first:] if isinstance(x, TorchTensor)]
     wanted = jnp.result_type(*(x.dtype for x in arrays if x.ndim))

@@ -143,3 +143,17 @@ def test_attention_of_one_query_over_many_keys():
     weights, extracted = extract_jax(Module(lambda x: F.scaled_dot_product_attention(x, keys, keys)))
     expected = F.scaled_dot_product_attention(queries, keys, keys)
     torch.testing.assert_close(to_torch_tensor(extracted(weights, (queries,))), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_what_is_computed_on_the_host_stays_there():
+    """transformers' masks are functions of indices, which are evaluated while a model is traced."""
+    found = []
+
+    def forward(x):
+        index = torch.arange(4)
+        found.append((index > 1) & index.new_ones((), dtype=torch.bool))
+        return x + 1
+
+    _, function = extract_jax(Module(forward))
+    function({}, (np.ones(4, np.float32),))
+    assert type(found[0]) is torch.Tensor
