@@ -428,14 +428,13 @@ class FunctionInterception(torch.overrides.TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs `func`, or attention on the cache."""
         if func is torch.nn.functional.scaled_dot_product_attention:
-            call = _FUNCTION.bind(*args, **(kwargs or {}))
-            call.apply_defaults()
-            if (out := _attention_of_function(**call.arguments)) is not None:
+            out = _attention_of_function(*args, **(kwargs or {}))
+            if out is not None:
                 return out
         return func(*args, **(kwargs or {}))
 
 
-def _function(
+def _attention_of_function(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -443,23 +442,7 @@ def _function(
     dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None,
-    enable_gqa: bool = False,
-) -> None:
-    """Has the arguments of ``scaled_dot_product_attention``."""
-
-
-_FUNCTION = inspect.signature(_function)
-
-
-def _attention_of_function(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
+    enable_gqa: bool = False,  # which our attention allows in any case
 ) -> torch.Tensor | None:
     """Returns attention [batch, heads, q_len, v_dim]; None if keys are no cache's."""
     is_paged = hasattr(key, "paged_write") or hasattr(key, "latent_write")

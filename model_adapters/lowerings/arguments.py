@@ -12,6 +12,7 @@ import torch
 from model_adapters.bridge.views import default_env, get_lowering, is_view, jax_view, set_lowering, torch_view
 from model_adapters.errors import UnsupportedModelError
 from model_adapters.lowerings.integers import is_integer, long_dtype
+from model_adapters.lowerings.reductions import jax_dtype
 
 
 def install() -> None:
@@ -50,7 +51,7 @@ def _vector_norm(theirs: Callable[..., Any]) -> Callable[..., Any]:
 
     def norm(x: jax.Array, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
         if dtype is not None:
-            x = x.astype(jax.dtypes.canonicalize_dtype(str(dtype).removeprefix("torch.")))
+            x = x.astype(jax_dtype(dtype))
         dims = tuple(dim) or None if isinstance(dim, list | tuple) else dim
         if ord == 2 and x.ndim and jnp.issubdtype(x.dtype, jnp.floating):
             total = jnp.sum(x.astype(jnp.promote_types(x.dtype, jnp.float32)) ** 2, dims, keepdims=keepdim)
@@ -107,7 +108,7 @@ def _hardtanh(x: jax.Array, min_val: Any = -1, max_val: Any = 1) -> jax.Array:
 def _bincount(x: jax.Array, weights: jax.Array | None = None, minlength: int = 0) -> jax.Array:
     """Computes ``torch.bincount``; sums of weights are floats."""
     if weights is not None and is_integer(weights):
-        weights = weights.astype(jax.dtypes.canonicalize_dtype("float64"))
+        weights = weights.astype(jax_dtype(torch.float64))
     counts: jax.Array = jnp.bincount(x, weights, minlength)
     return counts if weights is not None else counts.astype(long_dtype())
 
@@ -164,7 +165,7 @@ def _make_from_tensors() -> None:
 
 
 def _wanted(dtype: torch.dtype | None) -> Any:
-    return jax.dtypes.canonicalize_dtype(str(dtype or torch.get_default_dtype()).removeprefix("torch."))
+    return jax_dtype(dtype or torch.get_default_dtype())
 
 
 def _full(size: Any, fill_value: jax.Array, *, dtype: torch.dtype | None = None, **kwargs: Any) -> jax.Array:

@@ -14,6 +14,7 @@ import torch
 
 from model_adapters.bridge.views import get_lowering, set_lowering
 from model_adapters.errors import UnsupportedModelError
+from model_adapters.lowerings.reductions import jax_dtype
 
 
 def install() -> None:
@@ -53,7 +54,7 @@ def is_integer(x: Any) -> bool:
 
 def long_dtype() -> Any:
     """Returns the dtype that stands for int64."""
-    return jax.dtypes.canonicalize_dtype("int64")
+    return jax_dtype(torch.int64)
 
 
 def _both(x: Any, y: Any) -> tuple[jax.Array, jax.Array]:
@@ -125,10 +126,8 @@ def _cumulative(function: Callable[..., Any]) -> Callable[..., Any]:
     """Returns the lowering of a cumulative sum or product; integers become int64."""
 
     def cumulative(x: jax.Array, dim: int, *, dtype: Any = None) -> Any:
-        wanted = long_dtype() if is_integer(x) else x.dtype
-        if dtype is not None:
-            wanted = jax.dtypes.canonicalize_dtype(str(dtype).removeprefix("torch."))
-        x = x.astype(wanted)
+        own = long_dtype() if is_integer(x) else x.dtype
+        x = x.astype(own if dtype is None else jax_dtype(dtype))
         return function(x, dim) if x.ndim else x
 
     return cumulative

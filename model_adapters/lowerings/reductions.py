@@ -13,7 +13,8 @@ import torch
 from model_adapters import ops
 
 
-def _jax_dtype(dtype: Any) -> Any:
+def jax_dtype(dtype: Any) -> Any:
+    """Returns JAX's dtype for one of torch, of 32 bits for 64; None for None."""
     return dtype if dtype is None else jax.dtypes.canonicalize_dtype(str(dtype).removeprefix("torch."))
 
 
@@ -35,17 +36,17 @@ def _dims(dim: Any) -> Any:
 
 def _sum(x: jax.Array, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> jax.Array:
     """Computes ``torch.sum``; torchax 0.0.13 ignores `dtype`."""
-    x = x if dtype is None else x.astype(_jax_dtype(dtype))
+    x = x if dtype is None else x.astype(jax_dtype(dtype))
     if _is_last(dim, x):
         return _with_kept_dim(ops.row_sum(x), keepdim).astype(x.dtype)
     if dtype is None and jnp.issubdtype(x.dtype, jnp.unsignedinteger):
-        x = x.astype(_jax_dtype(torch.int64))
+        x = x.astype(jax_dtype(torch.int64))
     return jnp.sum(x, _dims(dim) if x.ndim else None, keepdims=keepdim)
 
 
 def _mean(x: jax.Array, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> jax.Array:
     """Computes ``torch.mean``."""
-    x = x if dtype is None else x.astype(_jax_dtype(dtype))
+    x = x if dtype is None else x.astype(jax_dtype(dtype))
     if _is_last(dim, x):
         return _with_kept_dim(ops.row_sum(x) / x.shape[-1], keepdim).astype(x.dtype)
     return jnp.mean(x, _dims(dim) if x.ndim else None, keepdims=keepdim)
@@ -63,7 +64,7 @@ def _softmax(x: jax.Array, dim: int, dtype: Any = None) -> jax.Array:
     if dtype is True:
         x = x.astype(jnp.float32)
     elif dtype is not None and dtype is not False:
-        x = x.astype(_jax_dtype(dtype))
+        x = x.astype(jax_dtype(dtype))
     # Scores [batch, heads, query, key] are left to XLA, which fuses the parts; rows of a router's are few and short.
     if _is_last(dim, x) and x.ndim == 2:
         return ops.softmax(x)
