@@ -2,11 +2,12 @@
 
 import pytest
 import torch
+from test_recurrent_layers import eager_tokens, tokens
 from transformers import FalconConfig, FalconForCausalLM
 from weights import draw_matrices
 
 from model_adapters.ops import registry
-from torchax_serve import EngineOptions, SamplingParams, serve
+from torchax_serve import EngineOptions, serve
 
 NEW = 12
 OPTIONS = EngineOptions(page_size=4, max_num_batched_tokens=8, max_model_len=64, max_num_seqs=4)
@@ -24,12 +25,7 @@ def test_tokens_are_those_of_eager_pytorch(kind):
     model = FalconForCausalLM(config).eval()
     draw_matrices(model, std=0.3)
     prompts = [torch.randint(2, 48, (length,)).tolist() for length in (3, 9, 20)]
-    expected = [
-        model.generate(torch.tensor([ids]), max_new_tokens=NEW, do_sample=False)[0, len(ids) :].tolist()
-        for ids in prompts
-    ]
-    asked = SamplingParams(max_new_tokens=NEW, temperature=0, ignore_eos=True)
+    expected = [eager_tokens(model, ids, NEW) for ids in prompts]
     with serve(model, engine=OPTIONS) as served, registry.record_calls() as calls:
-        found = [list(each.token_ids) for each in served.generate_batch(prompts, asked)]
-    assert found == expected
+        assert tokens(served, prompts, NEW) == expected
     assert {op for op, _ in calls} >= {"paged_attention", "decode_attention"}

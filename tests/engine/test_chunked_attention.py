@@ -4,10 +4,11 @@ import dataclasses
 
 import pytest
 import torch
+from test_recurrent_layers import eager_tokens, tokens
 from transformers import Llama4ForCausalLM, Llama4TextConfig
 
 from model_adapters.ops import registry
-from torchax_serve import EngineOptions, SamplingParams, UnsupportedArgumentError, serve
+from torchax_serve import EngineOptions, UnsupportedArgumentError, serve
 
 CHUNK, NEW = 16, 24
 LENGTHS = 5, 16, 17, 33, 45
@@ -27,24 +28,16 @@ def llama():
     assert set(config.layer_types) == {"chunked_attention", "full_attention"}
     model = Llama4ForCausalLM(config).eval()
     prompts = [torch.randint(2, 100, (length,)).tolist() for length in LENGTHS]
-    expected = [
-        model.generate(torch.tensor([ids]), max_new_tokens=NEW, do_sample=False)[0, len(ids) :].tolist()
-        for ids in prompts
-    ]
+    expected = [eager_tokens(model, ids, NEW) for ids in prompts]
     return model, prompts, expected
-
-
-def tokens(served, prompts):
-    asked = SamplingParams(max_new_tokens=NEW, temperature=0, ignore_eos=True)
-    return [list(answer.token_ids) for answer in served.generate_batch(prompts, asked)]
 
 
 def test_requests_share_steps_and_prefixes(llama):
     """Prompts are cut inside of chunks and at their borders, alone, side by side, and again from stored pages."""
     model, prompts, expected = llama
     with serve(model, engine=OPTIONS) as served, registry.record_calls() as calls:
-        assert tokens(served, prompts) == expected
-        assert [tokens(served, [each])[0] for each in prompts] == expected
+        assert tokens(served, prompts, NEW) == expected
+        assert [tokens(served, [each], NEW)[0] for each in prompts] == expected
         assert {op for op, _ in calls} >= {"paged_attention", "decode_attention"}
         assert served.stats().scheduler.num_hit_tokens > 0
 
@@ -59,7 +52,7 @@ def test_requests_share_steps_and_prefixes(llama):
 def test_tokens_do_not_depend_on_how_steps_are_cut(llama, options):
     model, prompts, expected = llama
     with serve(model, engine=dataclasses.replace(OPTIONS, **options)) as served:
-        assert tokens(served, prompts) == expected
+        assert tokens(served, prompts, NEW) == expected
 
 
 def test_chunks_that_pages_do_not_divide(llama):
@@ -67,10 +60,10 @@ def test_chunks_that_pages_do_not_divide(llama):
     model, prompts, expected = llama
     options = EngineOptions(page_size=32, max_model_len=128)
     with serve(model, engine=options) as served:
-        assert tokens(served, prompts[2:4]) == expected[2:4]
+        assert tokens(served, prompts[2:4], NEW) == expected[2:4]
     drafts = {"method": "ngram", "num_speculative_tokens": 3}
     with (
         serve(model, engine=dataclasses.replace(options, speculative=drafts)) as served,
         pytest.raises(UnsupportedArgumentError, match="chunks of tokens that pages do not divide"),
     ):
-        tokens(served, prompts[:1])
+        tokens(served, prompts[:1], NEW)

@@ -6,10 +6,11 @@ import pytest
 import torch
 import transformers
 from gemma_models import VOCAB, assistant_model, drawn
+from test_recurrent_layers import eager_tokens, tokens
 from thorough import thorough
 
 from model_adapters.ops import registry
-from torchax_serve import EngineOptions, SamplingParams, serve
+from torchax_serve import EngineOptions, serve
 
 LENGTHS, NEW = (3, 8, 21, 40), 20
 SIZES = {
@@ -43,24 +44,16 @@ def gemma(request):
     config = getattr(transformers, f"{request.param}TextConfig")(**SIZES, **KINDS[request.param])
     model = drawn(getattr(transformers, f"{request.param}ForCausalLM")(config))
     prompts = [torch.randint(1, VOCAB, (length,)).tolist() for length in LENGTHS]
-    expected = [
-        model.generate(torch.tensor([ids]), max_new_tokens=NEW, do_sample=False)[0, len(ids) :].tolist()
-        for ids in prompts
-    ]
+    expected = [eager_tokens(model, ids, NEW) for ids in prompts]
     assert len(set(map(tuple, expected))) == len(prompts)  # tokens that depend on the prompt
     return request.param, model, prompts, expected
-
-
-def tokens(served, prompts):
-    asked = SamplingParams(max_new_tokens=NEW, temperature=0, ignore_eos=True)
-    return [list(answer.token_ids) for answer in served.generate_batch(prompts, asked)]
 
 
 def test_requests_share_steps_and_prefixes(gemma):
     _, model, prompts, expected = gemma
     with serve(model, engine=OPTIONS) as served, registry.record_calls() as calls:
-        assert tokens(served, prompts) == expected
-        assert [tokens(served, [each])[0] for each in prompts] == expected
+        assert tokens(served, prompts, NEW) == expected
+        assert [tokens(served, [each], NEW)[0] for each in prompts] == expected
         assert {op for op, _ in calls} >= {"paged_attention", "decode_attention"}
         assert served.stats().scheduler.num_hit_tokens > 0
 
@@ -75,7 +68,7 @@ def test_requests_share_steps_and_prefixes(gemma):
 def test_tokens_do_not_depend_on_how_steps_are_cut(gemma, options):
     _, model, prompts, expected = gemma
     with serve(model, engine=dataclasses.replace(OPTIONS, **options)) as served:
-        assert tokens(served, prompts) == expected
+        assert tokens(served, prompts, NEW) == expected
 
 
 def test_an_assistant_reads_the_keys_that_layers_share(gemma):
@@ -84,5 +77,5 @@ def test_an_assistant_reads_the_keys_that_layers_share(gemma):
         return
     drafts = {"method": "mtp", "model": assistant_model(), "num_speculative_tokens": 3}
     with serve(model, engine=dataclasses.replace(OPTIONS, speculative=drafts)) as served:
-        assert tokens(served, prompts) == expected
+        assert tokens(served, prompts, NEW) == expected
         assert served.stats().scheduler.num_draft_tokens > 0
