@@ -2,7 +2,7 @@
 
 What an entry is made of has pages of its own, of which a sequence keeps the last; an entry has a row of another pool,
 whose pages have a row for each block. Both share their page tables' layout with the layer's own pages. All are JAX's
-own operations on every platform and mesh.
+own operations on every platform. On a mesh each device has all pages; attention is divided by heads.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from model_adapters.ops.sparse_attention import (
     rows_at,
     to_width,
 )
+from model_adapters.ops.spmd import heads_on_each_device, whole_on_each_device
 
 SUPPORTED_ARGS = frozenset({"window", "sinks"})
 """Fields of `AttentionArgs` that `compressed_attention` takes."""
@@ -33,6 +34,7 @@ def num_completed(num_tokens: int, num_seqs: int, rate: int) -> int:
     return min(num_tokens, num_tokens // rate + num_seqs)
 
 
+@whole_on_each_device
 def last_rows_of_blocks(
     pool: jax.Array, rows: PackedRows, num_tokens: int, rate: int, count: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -60,6 +62,7 @@ def last_rows_of_blocks(
     return jnp.where((places >= 0)[..., None], found, 0), seq, at
 
 
+@whole_on_each_device
 def write_entries(
     entries: jax.Array, pool: jax.Array, rows: PackedRows, seqs: jax.Array, positions: jax.Array
 ) -> jax.Array:
@@ -76,6 +79,7 @@ def write_entries(
     return write_token_rows(pool, rows.page_table, seqs, rows.places(positions, pool), tokens)
 
 
+@heads_on_each_device(("q", "k", "pool", "rows", "entries", "entry_rows", "taken"))
 def compressed_attention(
     q: jax.Array,
     keys: jax.Array,

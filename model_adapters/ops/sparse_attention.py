@@ -2,8 +2,8 @@
 
 An indexer (DeepSeek-AI 2025, DeepSeek-V3.2) has keys of its own, one for each token, in a pool of pages that shares its
 page table with the pool of the layer's attention. `take_tokens` reads those of a sequence; `sparse_attention` gathers
-as many tokens for a query as are taken, however long its sequence is. Both are JAX's own operations on every platform
-and mesh.
+as many tokens for a query as are taken, however long its sequence is. Both are JAX's own operations on every platform.
+On a mesh each device has all pages of an indexer, and takes the tokens by itself; attention is divided by heads.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from model_adapters.ops.kv_pool import (
 )
 from model_adapters.ops.paged_attention import block_len, by_block, padded
 from model_adapters.ops.row_pages import write_token_rows
+from model_adapters.ops.spmd import heads_on_each_device, whole_on_each_device
 
 MAX_BATCH_BYTES = 64 << 20  # of what is gathered for queries that are computed at a time
 PART_LEN = 4096  # positions that are scored at a time, of as many as the longest sequence has
@@ -75,6 +76,7 @@ class PackedRows:
         return positions // self.page_size * pool.shape[2] + positions % self.page_size // self.row_len
 
 
+@whole_on_each_device
 def write_index_keys(keys: jax.Array, pool: jax.Array, rows: PackedRows) -> jax.Array:
     """Returns the pool of an indexer with the keys of the new tokens; in place if donated.
 
@@ -91,6 +93,7 @@ def write_index_keys(keys: jax.Array, pool: jax.Array, rows: PackedRows) -> jax.
     return write_token_rows(pool, rows.page_table, seqs, positions, to_width(keys[:, None].astype(pool.dtype), pool))
 
 
+@whole_on_each_device
 def take_tokens(
     q: jax.Array,
     weights: jax.Array,
@@ -178,6 +181,7 @@ def take_blocks(q: jax.Array, pool: jax.Array, rows: PackedRows, *, num_blocks: 
     return jnp.concatenate([inside, jnp.where(last < seen, last, NO_TOKEN)], axis=1)
 
 
+@whole_on_each_device
 def last_rows(pool: jax.Array, rows: PackedRows, num_tokens: int, count: int) -> jax.Array:
     """Returns what the last `count` tokens have, each new token's own last, ``[T, count, W]``.
 
@@ -188,6 +192,7 @@ def last_rows(pool: jax.Array, rows: PackedRows, num_tokens: int, count: int) ->
     return rows_at(pool, rows.page_table[seqs], places)
 
 
+@whole_on_each_device
 def write_block_keys(keys: jax.Array, pool: jax.Array, rows: PackedRows, block_size: int) -> jax.Array:
     """Returns the pool with the keys of blocks, in the places of new tokens that complete them.
 
@@ -238,6 +243,7 @@ def _index_scores(q: jax.Array, weights: jax.Array, keys: jax.Array, scale: floa
     return jnp.einsum("nmh,nmhl->nml", weights, jax.nn.relu(products * scale), precision=EXACT)
 
 
+@heads_on_each_device(("q", "k", "v", "pool", "rows", "taken"))
 def sparse_attention(
     q: jax.Array,
     k: jax.Array,

@@ -9,11 +9,12 @@ left to XLA's partitioner, which cannot divide a kernel. An op registers itself 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -131,6 +132,65 @@ def per_shard(call: Callable[..., Any], args: tuple[Any, ...], specs: tuple[Any,
         one_shard, mesh=mesh, in_specs=tuple(specs[n] for n in given), out_specs=out_specs, check_vma=False
     )
     return run(*(args[n] for n in given))
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+SpecOf = Callable[[tuple[Any, ...], jax.Array], PartitionSpec]
+
+
+def _run_by_shards(function: Callable[..., Any], args: tuple[Any, ...], spec_of: SpecOf, out_specs: Any) -> Any:
+    """Runs `function` on each device's part of the arrays in `args`, whose other leaves are as they are.
+
+    `spec_of` tells of an array at a path of the arguments how it is divided.
+    """
+    with_paths, structure = jax.tree_util.tree_flatten_with_path(args)
+    arrays = {n: (path, leaf) for n, (path, leaf) in enumerate(with_paths) if isinstance(leaf, jax.Array)}
+
+    def one_shard(*parts: jax.Array) -> Any:
+        own = dict(zip(arrays, parts, strict=True))
+        leaves = [own.get(number, leaf) for number, (_, leaf) in enumerate(with_paths)]
+        return function(*jax.tree.unflatten(structure, leaves))
+
+    specs = tuple(spec_of(*each) for each in arrays.values())
+    return per_shard(one_shard, tuple(leaf for _, leaf in arrays.values()), specs, out_specs)
+
+
+def whole_on_each_device(function: Function) -> Function:
+    """Decorates a function whose arrays are the same on all devices of a mesh: each computes all of it.
+
+    XLA would divide what is in its loops, so that devices exchange in each turn, and pools that it returns.
+    """
+
+    @functools.wraps(function)
+    def run(*args: Any, **options: Any) -> Any:
+        mesh = mesh_in_use()
+        call = partial(function, **options)
+        if mesh is None or mesh.size == 1:
+            return call(*args)
+        return _run_by_shards(call, args, lambda path, array: REPLICATED, REPLICATED)
+
+    return run  # type: ignore[return-value]
+
+
+def heads_on_each_device(names: tuple[str, ...]) -> Callable[[Function], Function]:
+    """Decorates attention ``(q, k, ...) -> (out, pool)`` that is no op: each device of a mesh computes its heads.
+
+    `names` are those of `shard_by_heads`.
+    """
+
+    def decorate(function: Function) -> Function:
+        @functools.wraps(function)
+        def run(*args: Any) -> Any:
+            mesh = mesh_in_use()
+            if mesh is None or mesh.size == 1:
+                return function(*args)
+            specs = _specs_of(args[0].shape[1], args[1].shape[1], mesh)
+            spec_of = partial(_spec_of, names, specs=specs)
+            return _run_by_shards(function, args, spec_of, (specs["q"], specs["pool"]))
+
+        return run  # type: ignore[return-value]
+
+    return decorate
 
 
 @dataclass(frozen=True)
@@ -288,6 +348,7 @@ _SPECS = {
     **dict.fromkeys(("q", "k", "v", "pool", "mask", "distance_biases", "position_biases", "token_sinks"), BY_AXIS_1),
     **dict.fromkeys(("sinks", "alibi_slopes", "kv_scales"), BY_AXIS_0),
     **dict.fromkeys(("page_table", "lens", "starts", "kv_lens", "cu_q_lens", "prefix_lens", "sees_until"), REPLICATED),
+    **dict.fromkeys(("rows", "taken", "entries", "entry_rows"), REPLICATED),
 }
 """Division of each array of an attention op, by its name or its field in `AttentionArgs`."""
 SUPPORTED_ARGS = frozenset({"window", "softcap", "value_begin"}) | _SPECS.keys()

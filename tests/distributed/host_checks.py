@@ -1,7 +1,7 @@
 """Run as a program, one of several hosts on this machine: a tiny model over the CPU devices of all of them.
 
 ``python host_checks.py ACTION HOST_ID COORDINATOR``; of the action, followers need the model alone. What the leader
-finds out is printed. The environment sets JAX_NUM_CPU_DEVICES.
+finds out is printed. An action may be a type with sparse indexers. The environment sets JAX_NUM_CPU_DEVICES.
 """
 
 import dataclasses
@@ -42,12 +42,19 @@ SIZES = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 128,
 }
+SPARSE = "deepseek_v32", "deepseek_v4", "qwen4_exp_text"
 
 
 def config_of(action):
-    """A model that runs packed, without recurrent states or with one; or one that does not."""
+    """A model that runs packed, without recurrent states, with one, or with an indexer; or one that does not."""
     if action == "recurrent":
         return transformers.Lfm2Config(**SIZES | {"num_key_value_heads": 8}, layer_types=["conv", "full_attention"])
+    if action in SPARSE:
+        from test_sparse_indexers import SIZES as SPARSE_SIZES
+        from test_sparse_indexers import TYPES
+
+        heads = {"num_attention_heads": 8, "num_key_value_heads": 8}
+        return transformers.AutoConfig.for_model(action, **SPARSE_SIZES | heads | TYPES[action])
     if action == "per_sequence":
         return transformers.BloomConfig(vocab_size=61, hidden_size=64, n_layer=2, n_head=8)
     return transformers.LlamaConfig(**SIZES, head_dim=8)
@@ -102,6 +109,24 @@ def recurrent(served):
         assert pool.sharding.num_devices == 8, pool.sharding
     in_8_bits(served, "recurrent")
     with_drafts(served, "recurrent")
+    print("same tokens", served.engine.description)
+
+
+def sparse(served, action):
+    """The same of a model whose attention goes to the tokens that an indexer takes."""
+
+    def answers(model):
+        requests = [engine_request(ids, config, seed=7) for ids, config in zip(PROMPTS, DECODING, strict=True)]
+        rows = [handle.result() for handle in model.engine.submit_all(requests)]
+        return [*rows, list(model.iter_tokens(PROMPTS[1][:-3], DECODING[0]))]
+
+    with serve(model_of(action), engine=OPTIONS) as alone:
+        wanted = answers(alone)
+    assert len({token for row in wanted for token in row}) > 6, wanted
+    got = answers(served)
+    assert got == wanted, f"{got} is not {wanted}"
+    assert served.stats().scheduler.num_hit_tokens > 0
+    assert "not packed" not in served.engine.description
     print("same tokens", served.engine.description)
 
 
@@ -200,7 +225,10 @@ def main():
             print("the leader has closed")
             return
         with serve(model_of(action), hosts=hosts, engine=OPTIONS) as served:
-            globals()[action](served)
+            if action in SPARSE:
+                sparse(served, action)
+            else:
+                globals()[action](served)
     except TorchaxServeError as error:
         sys.exit(f"error: {' '.join(str(error).split())}")
 

@@ -27,7 +27,7 @@ class Host:
             text=True,
             env={
                 **os.environ,
-                "PYTHONPATH": str(ROOT),
+                "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "tests", ROOT / "tests/engine"))),
                 "JAX_PLATFORMS": "cpu",
                 "JAX_NUM_CPU_DEVICES": "4",
                 "TRANSFORMERS_VERBOSITY": "error",
@@ -81,7 +81,10 @@ def test_hosts_have_the_tokens_of_one_device_until_one_dies_which_ends_the_run(s
     assert re.match(r"error: host 1 is gone \(.*\); the run has ended; start all hosts again$", error)
 
 
-@pytest.mark.parametrize("action", ["recurrent", "per_sequence"])
+SPARSE = [pytest.param(each, marks=pytest.mark.thorough) for each in ("deepseek_v32", "deepseek_v4", "qwen4_exp_text")]
+
+
+@pytest.mark.parametrize("action", ["recurrent", "per_sequence", *SPARSE])
 def test_requests_of_other_models_are_batched(start, action):
     leader, follower = start(action, free_port())
     status, out, error = leader.end()

@@ -17,7 +17,6 @@ from model_adapters.caches.index_handles import HandleMode, IndexKeys, IndexPage
 from model_adapters.caches.packed_batch import NotPackableError, pages_of
 from model_adapters.errors import UnsupportedModelError
 from torchax_serve import EngineOptions, SamplingParams, serve
-from torchax_serve.engine.factory import build_engine
 
 TAKEN = 6
 SIZES = {
@@ -213,17 +212,6 @@ def test_latents_in_8_bits_have_index_keys_as_they_are(monkeypatch):
     exact = eager_tokens(eager, ids)
     monkeypatch.setattr(kind, "expand_kv", expand_rounded)
     assert found == [eager_tokens(eager, ids)] != [exact]
-
-
-def test_several_hosts_are_refused_before_a_step(monkeypatch):
-    """Steps of two processes with indexers' pools would fail, or wait for each other."""
-    with serve(tiny("deepseek_v32"), engine=OPTIONS) as model:
-        runtime = model._generator()._jax_runtime
-        monkeypatch.setattr(runtime.steps.executables, "launcher", object())
-        with pytest.raises(
-            UnsupportedModelError, match="without sparse indexers on several hosts, got one with them in 3"
-        ):
-            build_engine(runtime, OPTIONS)
 
 
 def test_what_pages_have_no_form_for_is_refused():

@@ -14,7 +14,7 @@ import numpy as np
 
 from model_adapters.caches.packed_batch import INDEX_KEYS, NotPackableError
 from model_adapters.draft_heads.loaded_head import LoadedAssistant, LoadedHead
-from model_adapters.errors import UnsupportedArgumentError, UnsupportedModelError
+from model_adapters.errors import UnsupportedArgumentError
 from model_adapters.ops import registry
 from torchax_serve.executors.base import ExecutorChoice
 from torchax_serve.executors.packed.executor import PackedExecutor
@@ -46,17 +46,9 @@ def packed_executor(runtime: ModelRuntime, sizes: MemoryBudget) -> ExecutorChoic
     Raises:
         NotPackableError: the model's code does not support packed sequences, or not with these options.
         OutOfMemoryError: the cache does not fit.
-        UnsupportedModelError: a model with sparse indexers on several hosts.
     """
     programs = runtime.steps.executables
     shapes, recurrent = layers_of(runtime, sizes)
-    indexed = {shape.indexed_layer for shape in shapes} - {None}
-    if programs.launcher is not None and indexed:
-        # XLA divides their pools in one step as the next does not take them. Placed, hosts wait for each other forever.
-        raise UnsupportedModelError(
-            f"expected a model without sparse indexers on several hosts, got one with them in {len(indexed)} layers; "
-            "serve it on the devices of one host"
-        )
     scales = None
     if sizes.kv_cache_dtype is not None:
         from torchax_serve.kv_cache.scales import calibrate_scales, dtype_of
