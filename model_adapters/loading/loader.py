@@ -41,6 +41,7 @@ from model_adapters.loading.progress import Progress, SilentProgress
 from model_adapters.loading.shared_weights import share_weights, without_adapters
 from model_adapters.loading.tensor_match import TensorMatch, logger, smaller_classes, without_missing_parts
 from model_adapters.loading.weight_sink import DevicePlacement, DevicePut, WeightSink, meta_like
+from model_adapters.ops import memory_layout
 from model_adapters.ops.compressed_weight import Weight
 from model_adapters.quantization.loading import WeightQuantizer
 from model_adapters.quantization.rules import QuantizationRules, parse_rules
@@ -176,15 +177,16 @@ class _Builder:
 
     def _placement(self) -> DevicePlacement:
         """Returns the placement of the arrays; lays the class out on the mesh, if there is one."""
-        if self._mesh is None and self._rules is None:
+        if self._mesh is None and self._rules is None and jax.default_backend() not in memory_layout.PLATFORMS:
             return DevicePlacement(self._device_put, stored=StoredWeights(None, self.makes_dense))
         empty = module_of(self._class, self._config, self._dtype or torch.float32)
         if self._mesh is not None:
             self._sharding = ModelSharding.of(empty, self._mesh, refuse_uneven=self._refuse_uneven)
         if self._rules is not None:
             self._quantizer = WeightQuantizer(Selection.of(empty, self._rules), self._sharding)
-        put = None if self._sharding is None else self._sharding.put
-        return DevicePlacement(put, self._quantizer, stored=StoredWeights(self._sharding, self.makes_dense))
+        put = self._device_put if self._sharding is None else self._sharding.put
+        stored = StoredWeights(self._sharding, self.makes_dense)
+        return DevicePlacement(put, self._quantizer, stored=stored, experts=memory_layout.experts_by_output(empty))
 
     def from_checkpoint(self, allow_pickle: bool, strict: bool, progress: Progress) -> LoadedModel:
         """Returns the model with the weights of the files."""

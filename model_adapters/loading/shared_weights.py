@@ -16,6 +16,7 @@ from model_adapters.loading.memory import PeakMemory
 from model_adapters.loading.model_source import of_object
 from model_adapters.loading.weight_sink import DevicePlacement, DevicePut
 from model_adapters.ops.compressed_weight import Weight
+from model_adapters.ops.memory_layout import experts_by_output
 from model_adapters.quantization.loading import WeightQuantizer
 from model_adapters.quantization.rules import QuantizationRules
 from model_adapters.quantization.selection import Selection
@@ -68,7 +69,8 @@ def share_weights(
     check_floats(module)
     selection = None if rules is None else Selection.of(module, rules)
     quantizer = None if selection is None else WeightQuantizer(selection, sharding)
-    place = DevicePlacement(device_put if sharding is None else sharding.put, quantizer)
+    put = device_put if sharding is None else sharding.put
+    place = DevicePlacement(put, quantizer, experts=experts_by_output(module))
     peak, start = PeakMemory(), time.perf_counter()
     module.eval()
     arrays: dict[int, Weight] = {}

@@ -22,6 +22,8 @@ from typing import Any, TypeGuard
 
 import jax
 import torch
+from jax.experimental.layout import Format
+from jax.sharding import Sharding, SingleDeviceSharding
 from transformers import PreTrainedModel, core_model_loading, modeling_utils
 from transformers.utils.loading_report import LoadStateDictInfo
 
@@ -32,6 +34,7 @@ from model_adapters.loading.formats.placement import StoredWeights
 from model_adapters.loading.formats.quantized_tensor import QuantizedTensor
 from model_adapters.loading.memory import PeakMemory, give_back_freed
 from model_adapters.ops.compressed_weight import Weight
+from model_adapters.ops.memory_layout import inputs_first, put
 from model_adapters.program.trace_context import trace_lock
 from model_adapters.quantization.loading import WeightQuantizer
 
@@ -51,6 +54,7 @@ class DevicePlacement:
         device_put: Places each array; None is the default device.
         quantizer: Quantizes some of them, on the default device.
         stored: Places weights that are quantized in the checkpoint.
+        experts: Names of the experts' weights [experts, out, in], which `memory_layout` places on the default device.
     """
 
     def __init__(
@@ -59,8 +63,9 @@ class DevicePlacement:
         quantizer: WeightQuantizer | None = None,
         *,
         stored: StoredWeights | None = None,
+        experts: frozenset[str] = frozenset(),
     ) -> None:
-        self._device_put, self._quantizer = device_put, quantizer
+        self._device_put, self._quantizer, self._experts = device_put, quantizer, experts
         self._stored = StoredWeights() if stored is None else stored
         self._in_flight: deque[jax.Array] = deque()
 
@@ -76,16 +81,26 @@ class DevicePlacement:
                 return self._quantizer(name, to_jax_array(tensor), was=f"{parts.source} in {parts.bits} bits")
         if self._quantizer is not None and self._quantizer.takes(name):
             return self._quantizer(name, to_jax_array(tensor))
-        if self._device_put is None and jax.default_backend() == "cpu":
+        if self._device_put is not None:
+            return self._bounded(self._device_put(name, to_numpy(tensor)))
+        if isinstance(place := self._place(name), Format):
+            return self._bounded(put(to_numpy(tensor), place))
+        if jax.default_backend() == "cpu":
             return to_jax_zero_copy(tensor)
-        host = to_numpy(tensor)
-        return self._bounded(jax.device_put(host) if self._device_put is None else self._device_put(name, host))
+        return self._bounded(jax.device_put(to_numpy(tensor)))
 
     def of_array(self, name: str, array: jax.Array) -> Weight:
         """Returns the same for an array that was made on the default device."""
         if self._quantizer is not None and self._quantizer.takes(name):
             return self._quantizer(name, array)
-        return array if self._device_put is None else self._bounded(self._device_put(name, array))
+        if self._device_put is not None:
+            return self._bounded(self._device_put(name, array))
+        place = self._place(name)
+        return self._bounded(put(array, place)) if isinstance(place, Format) else array
+
+    def _place(self, name: str) -> Sharding | Format | None:
+        """Returns where an expert's weight is placed on the default device; None: not otherwise than others."""
+        return inputs_first(SingleDeviceSharding(jax.local_devices()[0])) if name in self._experts else None
 
     def _as_stored(self, name: str, tensor: QuantizedTensor) -> Weight:
         if self._device_put is not None and self._stored.sharding is None:

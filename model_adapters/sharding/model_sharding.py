@@ -19,13 +19,15 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.experimental.layout import Format
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from model_adapters import quirks
 from model_adapters.bridge.views import named_tensors
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.ops.compressed_weight import Weight, Weights
+from model_adapters.ops.memory_layout import experts_by_output, inputs_first, remembered
 from model_adapters.ops.spmd import on_mesh, pool_spec, recurrent_spec, state_spec
 from model_adapters.sharding.rule_selection import rules_for
 from model_adapters.sharding.sharded_trace import placements_known
@@ -43,6 +45,7 @@ class ModelSharding:
         vocab_size: Number of columns of the logits without padding.
         config_values: Numbers that model code reads from its configuration and that differ on the mesh.
         attributes: The same for modules: name, attribute, value.
+        experts: Names of the experts' weights [experts, out, in], which `memory_layout` places.
     """
 
     mesh: Mesh
@@ -50,6 +53,7 @@ class ModelSharding:
     vocab_size: int
     config_values: Mapping[str, int]
     attributes: tuple[tuple[str, str, int], ...]
+    experts: frozenset[str] = frozenset()
 
     @classmethod
     def of(
@@ -89,7 +93,7 @@ class ModelSharding:
         head = module.get_output_embeddings()
         if head is not None and hasattr(head, "weight"):
             vocab_size = int(head.weight.shape[0])
-        return cls(mesh, placed, vocab_size, values, attributes)
+        return cls(mesh, placed, vocab_size, values, attributes, experts_by_output(module))
 
     def replicas(self) -> list[ModelSharding]:
         """Returns the same layout for each replica: the devices at one index of the axis ``data``."""
@@ -143,6 +147,11 @@ class ModelSharding:
         """Returns the sharding of the tensor `name`."""
         return NamedSharding(self.mesh, self.placed[name].spec)
 
+    def place_of(self, name: str) -> Sharding | Format:
+        """Returns the sharding of the tensor `name`, with the layout that it has in memory."""
+        sharding = self.sharding_of(name)
+        return inputs_first(sharding) if name in self.experts else sharding
+
     def replicated(self) -> NamedSharding:
         """Returns the sharding of replicated arrays."""
         return NamedSharding(self.mesh, PartitionSpec())
@@ -161,7 +170,7 @@ class ModelSharding:
 
     def abstract(self, name: str, dtype: Any) -> jax.ShapeDtypeStruct:
         """Returns shape, dtype and sharding of the tensor `name`."""
-        return jax.ShapeDtypeStruct(self.placed[name].laid_out_shape, dtype, sharding=self.sharding_of(name))
+        return jax.ShapeDtypeStruct(self.placed[name].laid_out_shape, dtype, sharding=self.place_of(name))
 
     def put(self, name: str, array: Any) -> jax.Array:
         """Gives each device its part of the tensor called `name`.
@@ -171,16 +180,19 @@ class ModelSharding:
         placed = self.placed[name]
         if tuple(array.shape) != placed.shape:
             raise InvalidArgumentError(f"{name}: expected shape {placed.shape}, got {tuple(array.shape)}")
-        return self.divided(array, placed.dims)
+        return self.divided(array, placed.dims, self.place_of(name))
 
-    def divided(self, array: Any, dims: Sequence[DimLayout]) -> jax.Array:
-        """Gives each device its part of ``array[...]``, as `dims` say."""
+    def divided(self, array: Any, dims: Sequence[DimLayout], sharding: Sharding | Format | None = None) -> jax.Array:
+        """Gives each device its part of ``array[...]``, as `dims` say.
+
+        `sharding` is theirs, perhaps with a layout.
+        """
 
         def part(index: Any) -> np.ndarray:
             return part_of(array, dims, index)
 
-        sharding = NamedSharding(self.mesh, PartitionSpec(*(dim.mesh_axis for dim in dims)))
-        return jax.make_array_from_callback(tuple(dim.size for dim in dims), sharding, part)
+        place = sharding or NamedSharding(self.mesh, PartitionSpec(*(dim.mesh_axis for dim in dims)))
+        return remembered(jax.make_array_from_callback(tuple(dim.size for dim in dims), place, part), place)
 
     def moves_columns(self, name: str, *, transposed: bool) -> bool:
         """Returns whether columns of the weight `name` are moved, repeated or added.

@@ -3,12 +3,18 @@
 import dataclasses
 import math
 
+import jax
+import jax.numpy as jnp
 import pytest
 import torch
 import transformers
+from jax.sharding import NamedSharding, PartitionSpec
+from tpu_shapes import mesh_of
 
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.loading.model_class import module_of
+from model_adapters.ops import on_platform, routed_matmul
+from model_adapters.ops.memory_layout import inputs_first
 from torchax_serve.planning.chips import CHIPS
 from torchax_serve.planning.plan import PlanRequest, make_plan
 from torchax_serve.planning.topology import describe
@@ -58,6 +64,26 @@ def test_layers_with_experts_are_planned():
     report = make_plan(mixture, "toy", dataclasses.replace(REQUEST, mesh="model=2,expert=4"))
     assert report.fits
     assert report.programs[0].collectives["all-reduce"][0] == 5
+
+
+@pytest.mark.parametrize("chip", ["v6e", "tpu7x"])
+def test_experts_are_read_once(chip):
+    """In the order of their axes weights are copied: three times the bytes."""
+    sharding, shape = NamedSharding(mesh_of(chip), PartitionSpec()), (64, 512, 1024)
+    x = jax.ShapeDtypeStruct((16, shape[2]), jnp.bfloat16, sharding=sharding)
+    ids = jax.ShapeDtypeStruct((16, 8), jnp.int32, sharding=sharding)
+
+    def bytes_of(place):
+        weight = jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=place)
+        with on_platform("tpu"):
+            traced = jax.jit(lambda *args: routed_matmul(*args)).trace(x, weight, ids)
+            compiled = traced.lower(lowering_platforms=("tpu",)).compile()
+        return compiled.cost_analysis()["bytes accessed"], compiled.memory_analysis().temp_size_in_bytes
+
+    num_bytes = 2 * math.prod(shape)
+    accessed, temporary = bytes_of(inputs_first(sharding))
+    assert num_bytes < accessed < 1.1 * num_bytes and temporary < num_bytes / 2
+    assert bytes_of(sharding)[0] > 2.5 * num_bytes
 
 
 @pytest.mark.parametrize(

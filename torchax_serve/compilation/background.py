@@ -22,6 +22,7 @@ import jax
 
 from model_adapters.errors import TorchaxServeError
 from model_adapters.jax_settings import programs_run
+from model_adapters.ops.memory_layout import FORMATS, place_of
 from torchax_serve.compilation.yielding import yield_to_requests
 
 logger = logging.getLogger("torchax_serve")
@@ -70,7 +71,10 @@ def abstract(tree: Any) -> Any:
     """
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(
-            x.shape, x.dtype, sharding=getattr(x, "sharding", None), weak_type=getattr(x, "weak_type", False)
+            x.shape,
+            x.dtype,
+            sharding=place_of(x) if FORMATS else getattr(x, "sharding", None),
+            weak_type=getattr(x, "weak_type", False),
         ),
         tree,
     )

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from model_adapters.ops.compressed_weight import Weights
+from model_adapters.ops.memory_layout import FORMATS, place_of
 
 
 def model_identity(model_class: type, config_json: str, weights: Weights) -> str:
@@ -46,7 +47,11 @@ class ProgramSignature:
     def of(cls, args: tuple[Any, ...], spec: Any, names_modules: bool) -> ProgramSignature:
         """Returns the signature of a call with these arguments."""
         leaves, tree = jax.tree.flatten(args)
-        kinds = tuple((x.shape, x.dtype, getattr(x, "weak_type", False), getattr(x, "sharding", None)) for x in leaves)
+        # Each request comes by: without layouts nothing is asked for them.
+        kinds = tuple(
+            (x.shape, x.dtype, getattr(x, "weak_type", False), place_of(x) if FORMATS else getattr(x, "sharding", None))
+            for x in leaves
+        )
         precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
         return cls(tree, kinds, spec, precision, names_modules)
 

@@ -13,6 +13,7 @@ from model_adapters.bridge.host_arrays import to_numpy
 from model_adapters.bridge.views import is_view, named_tensors, to_torch_tensor
 from model_adapters.errors import InvalidArgumentError, UnsupportedModelError
 from model_adapters.ops.compressed_weight import CompressedWeight, Stored
+from model_adapters.ops.memory_layout import place_of, put
 from model_adapters.program.trace_context import trace_lock
 from torchax_serve.runtime.model_runtime import ModelRuntime
 
@@ -128,7 +129,7 @@ def _laid_out(runtime: ModelRuntime, name: str, value: Any, held: jax.Array) -> 
     array = value if value.dtype == held.dtype else value.astype(held.dtype)
     if placed is not None and sharding is not None and not placed.is_unchanged:
         return sharding.put(name, np.asarray(array))
-    return jax.device_put(array, held.sharding, may_alias=False)
+    return put(array, place_of(held))
 
 
 def write_into_module(runtimes: list[ModelRuntime], given: Mapping[str, Any]) -> None:
