@@ -23,6 +23,8 @@ KINDS = {"enum": ["car", "bike", "boat"]}
 WHEELS = {"type": "object", "properties": {"kind": KINDS, "wheels": INTEGER, "sails": INTEGER}, "required": ["kind"]}
 NODE = {"type": "object", "properties": {"value": INTEGER, "next": {"$ref": "#/$defs/node"}}, "required": ["value"]}
 
+MAIL_PATTERN = r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$"
+
 # (schema, values that it takes, values that it does not take)
 CASES = {
     "anyOf beside properties": (
@@ -293,6 +295,26 @@ CASES = {
         [{"a": "anything"}],
         [{"a": 1}],
     ),
+    "look-ahead of pydantic's decimals": (
+        {"type": "string", "pattern": r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"},
+        ["1.50", "-3", "0"],
+        ["-", ".", "a"],
+    ),
+    "look-ahead of Zod's addresses": (
+        {"type": "string", "format": "email", "pattern": MAIL_PATTERN},
+        ["a@b.co", "a.b@c.de"],
+        [".a@b.co", "a..b@c.de", "a@b"],
+    ),
+    "look-ahead of passwords": (
+        {"type": "string", "pattern": r"^(?=.*[A-Z])(?=[^0-9]*\d)(?![_-])(?!abc)[A-Za-z\d_-]{4,8}$", "maxLength": 6},
+        ["Abc1", "1aaA", "ab-cC1"],
+        ["abc1", "Abcd", "_Abc1", "abcA1", "Abcdefg1"],
+    ),
+    "look-ahead for two characters": (
+        {"type": "string", "pattern": r"^(?!.*ab)(?!.*\+)[a-c+]{2,5}$"},
+        ["aac", "ba", "aacb"],
+        ["ab", "caab", "a+c"],
+    ),
     "a known format": ({"type": "string", "format": "date"}, ["2024-02-29"], ["today"]),
     "neutral keywords": (
         {
@@ -438,6 +460,8 @@ def test_what_is_sampled_is_valid(name):
         ({"oneOf": [{"type": "number"}, {"type": "integer"}]}, "oneOf"),
         ({"$ref": "https://other/schema"}, "https://other/schema"),
         ({"type": "string", "pattern": "(?=a)b"}, "look-around"),
+        ({"type": "string", "pattern": "^(?!a+b)c"}, "look-around"),
+        ({"type": "string", "pattern": "^c(?=a)"}, "look-around"),
     ],
 )
 def test_schemas_that_no_grammar_holds_are_named(schema, said):

@@ -14,6 +14,7 @@ from urllib.parse import unquote
 from model_adapters.errors import InvalidArgumentError
 from torchax_serve.sampling.schema_facts import NO_RULES, PARTS, target_of, types_in
 from torchax_serve.sampling.schema_negation import MAX_LEVEL, TYPES, all_of, any_of, is_same, negation_of
+from torchax_serve.sampling.schema_patterns import without_look_ahead
 
 MAX_NODES = 40_000
 """Most parts and properties of a schema."""
@@ -105,7 +106,7 @@ class _Expansion:
         for key in _UNKNOWN:
             if key in schema:
                 raise InvalidArgumentError(f"expected a schema without {key}, got one; write $ref")
-        schema = _as_meant(schema)
+        schema = without_look_ahead(_as_meant(schema))
         if "nullable" in schema:
             return self._schema(_with_null(schema))
         found = _mapped(_without_neutral(schema), self._schema)
