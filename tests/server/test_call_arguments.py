@@ -12,6 +12,7 @@ from torchax_serve.server.anthropic.schemas import CountTokensRequest
 from torchax_serve.server.anthropic.translation import chat_of
 from torchax_serve.server.call_arguments import input_of
 from torchax_serve.server.json_scanner import JsonScanner
+from torchax_serve.server.messages import plain_messages
 from torchax_serve.server.parsed_message import ParsedStep
 from torchax_serve.server.response_families import FAMILIES
 from torchax_serve.server.response_parsing import AnswerParser
@@ -191,3 +192,26 @@ def test_items_without_an_id_have_one_where_they_are_stored(monkeypatch):
     asyncio.run(ResponseAnswer(Context, Service, body, ([FinishedAnswer(["A"])], [parser])).complete())
     assert [bool(re.fullmatch("item_[0-9a-f]{32}", item["id"])) for item in stored] == [True, False, True]
     assert stored[1]["id"] == "mine"
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        ('{"city": "Rome", "days": ', {"city": "Rome"}),
+        ("no JSON", {"arguments": "no JSON"}),
+        ('{"city": "Rome"}', {"city": "Rome"}),
+        ("", {}),
+        (None, {}),
+        ({"city": "Rome"}, {"city": "Rome"}),
+    ],
+)
+def test_templates_that_read_names_get_an_object(written, expected):
+    """Clients send back a call that was cut; a template that walks through its arguments would raise."""
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": written}}
+    messages = [{"role": "assistant", "tool_calls": [call]}]
+    (found,) = plain_messages(messages, "{{ m.tool_calls }}", reads_names=True)[0]["tool_calls"]
+    arguments = found["function"]["arguments"]
+    assert (json.loads(arguments) if isinstance(arguments, str) else arguments) == expected
+    (other,) = plain_messages(messages, "{{ m.tool_calls }}")[0]["tool_calls"]
+    given = other["function"]["arguments"]
+    assert given == written if isinstance(written, dict) else json.loads(given) in (expected, written)

@@ -3,6 +3,7 @@
 # ruff: noqa: RUF001
 import json
 import random
+import re
 
 import numpy as np
 import pytest
@@ -39,11 +40,14 @@ JSON = json.dumps(ARGUMENTS, ensure_ascii=False)
 SPECIAL = ["<eos>", "[TOOL_CALLS]", "[ARGS]", "<|channel|>", "<|message|>", "<|constrain|>", "<|call|>"]
 SPECIAL += ["<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>", "<|tool_call_end|>"]
 SPECIAL += ["<|tool_call_argument_begin|>", "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>"]
+SPECIAL += ["<|START_ACTION|>", "<|END_ACTION|>", "<minimax:tool_call>", "</minimax:tool_call>"]
 SPECIAL += ["<｜tool▁call▁end｜>", "<｜tool▁sep｜>", "<|tool_call>", "<tool_call|>", '<|"|>']
 XML = (
     "<parameter=city>\nŁódź: ü\n</parameter>\n<parameter=days>\n3\n</parameter>\n<parameter=unit>\n°C\n</parameter>\n"
     "</function>\n</tool_call>"
 )
+SEED = "<parameter=city>Łódź: ü</parameter>\n<parameter=days>3</parameter>\n<parameter=unit>°C</parameter>\n"
+INVOKED = re.sub("<parameter=(.*?)>", r'<parameter name="\1">', SEED)
 GEMMA = '{city:<|"|>Łódź: ü<|"|>,days:3,unit:<|"|>°C<|"|>}'
 GLM = (
     "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Łódź: ü</arg_value>\n<arg_key>days</arg_key>\n"
@@ -68,6 +72,26 @@ ANSWERS = {
     "gemma4": [
         f"<|tool_call>call:weather{GEMMA}<tool_call|>",
         f"<|tool_call>call:weather{GEMMA}<tool_call|><|tool_call>call:clock{{}}<tool_call|>",
+    ],
+    "cohere": [
+        f'<|START_ACTION|>[\n    {{"tool_name": "weather", "parameters": {JSON}}}\n]<|END_ACTION|>',
+        f'<|START_ACTION|>[\n    {{"tool_name": "weather", "parameters": {JSON}}},\n    {{"tool_name": "clock", '
+        '"parameters": {}}\n]<|END_ACTION|>',
+    ],
+    "minimax": [
+        f'<minimax:tool_call>\n<invoke name="weather">\n{INVOKED}</invoke>\n</minimax:tool_call>',
+        f'<minimax:tool_call>\n<invoke name="weather">\n{INVOKED}</invoke>\n<invoke name="clock">\n</invoke>\n'
+        "</minimax:tool_call>",
+    ],
+    "tool-calls": [
+        f'<tool_calls>[{{"name": "weather", "arguments": {JSON}}}]</tool_calls>',
+        f'<tool_calls>[{{"name": "weather", "arguments": {JSON}}}, {{"name": "clock", "arguments": {{}}}}]'
+        "</tool_calls>",
+    ],
+    "seed-oss": [
+        f"<seed:tool_call>\n<function=weather>\n{SEED}</function>\n</seed:tool_call>",
+        f"<seed:tool_call>\n<function=weather>\n{SEED}</function>\n</seed:tool_call>\n<seed:tool_call>\n"
+        "<function=clock>\n</function>\n</seed:tool_call>",
     ],
     "glm": [GLM, f"{GLM}\n<tool_call>clock\n</tool_call>"],
     "qwen-xml": [
@@ -263,12 +287,15 @@ def test_schemas_that_gemma_cannot_be_held_to_are_named(schema, said):
         call_grammar(FORMS["gemma4"].call, tools, {}, is_forced=True, max_calls=1)
 
 
-def test_names_of_arguments_that_a_form_cannot_have():
-    tools = [
-        {"type": "function", "function": {"name": "a", "parameters": {"properties": {"x>y": {"type": "integer"}}}}}
-    ]
-    with pytest.raises(ApiError, match="without <, > and line breaks"):
-        call_grammar(FORMS["qwen-xml"].call, tools, {}, is_forced=True, max_calls=1)
+@pytest.mark.parametrize(
+    ("family", "name", "said"),
+    [("qwen-xml", "x>y", "without <, > and line breaks"), ("minimax", 'x"y', "without <, >, quotes and line breaks")],
+)
+def test_names_of_arguments_that_a_form_cannot_have(family, name, said):
+    schema = {"properties": {name: {"type": "integer"}}}
+    tools = [{"type": "function", "function": {"name": "a", "parameters": schema}}]
+    with pytest.raises(ApiError, match=said):
+        call_grammar(FORMS[family].call, tools, {}, is_forced=True, max_calls=1)
 
 
 BASE = {"type": "object", "properties": {"id": {"type": "integer", "maximum": 9, "minimum": 0}}, "required": ["id"]}

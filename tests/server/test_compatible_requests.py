@@ -53,6 +53,7 @@ def refusal(post, path="/v1/chat/completions", **fields):
         {"model": ""},
         {"truncate_prompt_tokens": -1},
         {"truncate_prompt_tokens": 300, "truncation_side": "left"},
+        {"max_tokens": 6.0, "top_k": -1.0, "n": 1.0},
     ],
 )
 def test_what_cannot_change_an_answer_is_accepted(post, fields):

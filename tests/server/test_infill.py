@@ -66,6 +66,17 @@ def expected_ids(model, before, behind, front=(), start=""):
     return [2, *front, PREFIX, *ids(before), SUFFIX, *ids(behind), MIDDLE, *ids(start)]
 
 
+def test_ollamas_suffix_is_that_of_completions(completions, plain):
+    answer = completions.create(model="tiny", prompt=BEFORE, suffix=BEHIND, max_tokens=6, temperature=0)
+    fields = {"model": "tiny", "suffix": BEHIND, "stream": False, "options": {"num_predict": 6, "temperature": 0}}
+    found = plain.post("/api/generate", json={"prompt": BEFORE, **fields}).json()
+    assert (found["response"], found["prompt_eval_count"]) == (answer.choices[0].text, answer.usage.prompt_tokens)
+    fields["options"] = {"temperature": 0}
+    assert plain.post("/api/generate", json={"prompt": "", **fields}).json()["done_reason"] in ("stop", "length")
+    refused = plain.post("/api/generate", json={"prompt": BEFORE, "system": "Be brief.", **fields})
+    assert refused.status_code == 400 and refused.json()["error"].startswith("suffix: expected none with system")
+
+
 def test_a_suffix_stands_between_the_tokenizers_marks(completions, filler):
     model = filler[1]
     answer = completions.create(model="tiny", prompt=BEFORE, suffix=BEHIND, max_tokens=6, temperature=0)

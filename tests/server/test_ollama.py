@@ -178,7 +178,7 @@ def test_what_is_known_of_the_model(client, scripted):
         ({"options": {"temperature": -1.0}}, 400, "options.temperature: expected a number >= 0"),
         ({"options": {"repeat_penalty": -1.0}}, 400, "options.repeat_penalty: expected "),
         ({"options": {"presence_penalty": 9.0}}, 400, "options.presence_penalty: expected "),
-        ({"suffix": "end"}, 400, "suffix: expected none; ask /infill"),
+        ({"suffix": "end"}, 400, "has no tokens to fill in the middle"),
         ({"format": "yaml"}, 400, "format: expected "),
         ({"prompt": "Hi " * 5000}, 400, "maximum context length"),
         ({"images": ["aGk="]}, 400, "expected an image as PNG"),

@@ -7,12 +7,15 @@ import re
 import time
 
 import pytest
+from tokenizers import AddedToken
 
 from torchax_serve.server.call_ids import replayed
 from torchax_serve.server.common_calls import with_common_calls
 from torchax_serve.server.parsed_message import joined_calls
 from torchax_serve.server.response_families import FAMILIES, response_template_for
 from torchax_serve.server.response_parsing import AnswerParser
+from torchax_serve.server.schemas import ChatRequest
+from torchax_serve.server.tools import plan_tools
 
 TOOLS = [
     {
@@ -162,6 +165,89 @@ TRANSCRIPTS = [
         [("weather", ARGUMENTS)],
     ),
     ("llama4", "<|header_start|>assistant<|header_end|>\n\n", "Hello!", "Hello!", "", []),
+    (
+        "functiongemma",
+        "<start_of_turn>model\n",
+        "Look.<start_function_call>call:weather{city:<escape>Łódź<escape>,days:3}<end_function_call>"
+        "<start_function_call>call:clock{}<end_function_call>",
+        "Look.",
+        "",
+        [("weather", ARGUMENTS), ("clock", {})],
+    ),
+    (
+        "lfm2",
+        "<|im_start|>assistant\n",
+        f'<|tool_call_start|>[{{"name": "weather", "arguments": {JSON}}}, {{"name": "clock", "arguments": {{}}}}]'
+        "<|tool_call_end|>I look.",
+        "I look.",
+        "",
+        [("weather", ARGUMENTS), ("clock", {})],
+    ),
+    (
+        "lfm2.5",
+        "<|im_start|>assistant\n",
+        "<think>Hm.</think>I look.\n<|tool_call_start|>[weather(city='Łódź', days=3), clock()]<|tool_call_end|>",
+        "I look.",
+        "Hm.",
+        [("weather", ARGUMENTS), ("clock", {})],
+    ),
+    (
+        "cohere",
+        "<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>",
+        "<|START_THINKING|>Hm.<|END_THINKING|><|START_ACTION|>[\n"
+        f'    {{"tool_call_id": "0", "tool_name": "weather", "parameters": {JSON}}},\n'
+        '    {"tool_call_id": "1", "tool_name": "clock", "parameters": {}}\n]<|END_ACTION|>',
+        "",
+        "Hm.",
+        [("weather", ARGUMENTS), ("clock", {})],
+    ),
+    (
+        "cohere",
+        "<|CHATBOT_TOKEN|>",
+        "<|START_THINKING|>Hm.<|END_THINKING|><|START_RESPONSE|>42<|END_RESPONSE|>",
+        "42",
+        "Hm.",
+        [],
+    ),
+    (
+        "minimax",
+        "]~b]ai\n<think>\n",
+        'Hm.\n</think>\n\nLook.\n<minimax:tool_call>\n<invoke name="weather">\n'
+        '<parameter name="city">Łódź</parameter>\n<parameter name="days">3</parameter>\n</invoke>\n'
+        '<invoke name="clock">\n</invoke>\n</minimax:tool_call>',
+        "Look.",
+        "Hm.",
+        [("weather", ARGUMENTS), ("clock", {})],
+    ),
+    (
+        "seed-oss",
+        "<seed:bos>assistant\n",
+        "<seed:think>Hm.</seed:think>Look.\n<seed:tool_call>\n<function=weather>\n<parameter=city>Łódź</parameter>\n"
+        "<parameter=days>3</parameter>\n</function>\n</seed:tool_call>",
+        "Look.",
+        "Hm.",
+        [("weather", ARGUMENTS)],
+    ),
+    (
+        "deepseek-dsml",
+        "<｜User｜>hi<｜Assistant｜><think>",
+        'Hm.</think>Look.\n\n<｜DSML｜function_calls>\n<｜DSML｜invoke name="weather">\n'
+        '<｜DSML｜parameter name="city" string="true">Łódź</｜DSML｜parameter>\n'
+        '<｜DSML｜parameter name="days" string="false">3</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
+        '<｜DSML｜invoke name="clock">\n</｜DSML｜invoke>\n</｜DSML｜function_calls>',
+        "Look.",
+        "Hm.",
+        [("weather", ARGUMENTS), ("clock", {})],
+    ),
+    (
+        "tool-calls",
+        "<think>\n",
+        f'Hm.</think>Look.<tool_calls>[{{"name": "weather", "arguments": {JSON}}}, '
+        '{"name": "clock", "arguments": {}}]</tool_calls>',
+        "Look.",
+        "Hm.",
+        [("weather", ARGUMENTS), ("clock", {})],
+    ),
     ("think", "Question: hi\n<think>\n", "Hm.</think>42", "42", "Hm.", []),
 ]
 
@@ -209,6 +295,9 @@ def test_every_family_has_a_transcript_and_is_recognised():
         assert response_template_for(Tokenizer).name == family.name
     Tokenizer.chat_template = "plain"
     assert response_template_for(Tokenizer) is None
+    tokens = ("<|tool_call_start|>", "<|tool_call_end|>")
+    Tokenizer.added_tokens_decoder = {index: AddedToken(text) for index, text in enumerate(tokens)}
+    assert response_template_for(Tokenizer).name == "lfm2.5"  # whose template may have no text of calls
 
 
 BROKEN = [
@@ -295,7 +384,10 @@ def test_arguments_come_in_pieces_of_one_json_text(transcript):
     parser = AnswerParser(BY_NAME[family], prompt, TOOLS)
     steps = [*map(parser.push, answer), parser.flush()]
     pieces = [piece for step in steps for piece in step.tool_calls if piece["index"] == 0]
-    assert len(pieces) > (1 if family in ("glm", "qwen-xml") else 4)
+    assert len(pieces) > {
+        **dict.fromkeys(("glm", "qwen-xml", "minimax", "seed-oss", "deepseek-dsml"), 1),
+        "lfm2.5": 0,
+    }.get(family, 4)
     assert pieces[0]["type"] == "function" and pieces[0]["id"] and pieces[0]["function"]["name"] == "weather"
     assert all(set(piece) == {"index", "function"} and set(piece["function"]) == {"arguments"} for piece in pieces[1:])
     assert json.loads("".join(piece["function"]["arguments"] for piece in pieces)) == ARGUMENTS
@@ -354,6 +446,19 @@ def test_an_argument_that_is_repeated_has_its_last_value(family):
         assert call["function"]["arguments"].count('"city"') == 1
 
 
+def test_lists_and_objects_may_be_written_as_python_writes_them():
+    """Templates that write `value | string` teach it; a text stays a text."""
+    types = {"l": ["array", "null"], "o": "object", "s": "string", "both": ["array", "string"], "n": "array"}
+    properties = {name: {"type": kind} for name, kind in types.items()}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"properties": properties}}}]
+    written = {"l": "['a', \"b\"]", "o": "{'a': [True, None]}", "s": "['a']", "both": "['a']", "n": "{1, 2}"}
+    body = "".join(f"<parameter={name}>{text}</parameter>\n" for name, text in written.items())
+    answer = f"<seed:tool_call>\n<function=f>\n{body}</function>\n</seed:tool_call>"
+    expected = written | {"l": ["a", "b"], "o": {"a": [True, None]}}
+    for pieces in ([answer], list(answer)):
+        assert parsed("seed-oss", "", pieces, tools=tools)[2] == [("f", expected)]
+
+
 def test_names_may_stand_behind_the_arguments():
     answer = f'<tool_call>{{"arguments": {JSON}, "name": "weather"}}</tool_call>'
     assert parsed("hermes", "", list(answer)) == parsed("hermes", "", [answer]) == ("", "", [("weather", ARGUMENTS)])
@@ -369,6 +474,7 @@ XML = (
     "<function=weather>\n<parameter=city>\nŁódź\n</parameter>\n<parameter=days>\n3\n</parameter>\n"
     "</function>\n</tool_call>"
 )
+XML_BODY = "<parameter=city>Łódź</parameter><parameter=days>3</parameter>"
 SPELLINGS = [  # of one call, in other spellings than the family's own: (family, answer, content, number of calls)
     ("qwen-xml", f"I look.\n\n{XML}", "I look.", 1),
     ("qwen-xml", f"{XML}\n{XML}", "", 2),
@@ -406,6 +512,15 @@ SPELLINGS = [  # of one call, in other spellings than the family's own: (family,
         1,
     ),
     ("kimi", f"<|tool_call_begin|> functions.weather:7 <|tool_call_argument_begin|> {JSON} <|tool_call_end|>", "", 1),
+    ("llama", f"Sure.\n<|python_tag|>{CALL}", "Sure.", 1),
+    ("llama", f"I look.\n\n{CALL.replace('arguments', 'parameters')}", "I look.", 1),
+    ("llama4", f"Sure.<|python_start|>{CALL}<|python_end|>", "Sure.", 1),
+    ("lfm2", '<|tool_call_start|>[weather(city="Łódź", days=3)]<|tool_call_end|>', "", 1),
+    ("lfm2.5", f"<|tool_call_start|>{CALL}<|tool_call_end|>", "", 1),
+    ("lfm2.5", "<|tool_call_start|>weather(days=3, city='Łódź')\nweather( city = 'Łódź' , days=3 )", "", 2),
+    ("seed-oss", f"<function=weather>{XML_BODY}</function>", "", 1),
+    ("tool-calls", f"<tool_calls>\n{CALL}\n{CALL}\n</tool_calls>", "", 2),
+    ("tool-calls", f"<tool_call>\n{CALL}\n</tool_call>", "", 1),
 ]
 
 
@@ -415,6 +530,52 @@ def test_other_spellings_of_calls(family, answer, content, num_calls):
     rng = random.Random(answer)
     for pieces in ([answer], list(answer), *(cuts(answer, rng) for _ in range(20))):
         assert parsed(family, "", pieces) == expected
+
+
+PYTHON = [  # strings as models write them, in what is meant to be Python: (text behind `city=`, value)
+    ("'it's \"it\", isn't it'", "it's \"it\", isn't it"),
+    ("'two\nlines'", "two\nlines"),
+    (r"'\d+\n\\n'", "\\d+\n\\n"),
+    ('"</x>[a](b), c=1"', "</x>[a](b), c=1"),
+    ("'<|tool_call_end|>'", "<|tool_call_end|>"),
+    ("''", ""),
+    ("' a ' ", " a "),
+    ("None", None),
+    ("['a', {'b': [True, null, -1.5e3]}]", ["a", {"b": [True, None, -1500.0]}]),
+]
+
+
+@pytest.mark.parametrize(("written", "value"), PYTHON)
+def test_strings_of_python_calls_are_read_as_they_are_meant(written, value):
+    answer = f"<|tool_call_start|>[weather(city={written}), clock()]<|tool_call_end|>Done."
+    rng = random.Random(answer)
+    for pieces in ([answer], list(answer), *(cuts(answer, rng) for _ in range(20))):
+        assert parsed("lfm2.5", "", pieces) == ("Done.", "", [("weather", {"city": value}), ("clock", {})])
+
+
+@pytest.mark.parametrize("call", ["weather('Rome')", "weather(city=Rome)", "weather(city='Rome'", "just words"])
+def test_what_is_no_python_call_is_content(call):
+    answer = f"<|tool_call_start|>[{call}]<|tool_call_end|>"
+    whole = parsed("lfm2.5", "", [answer])
+    assert parsed("lfm2.5", "", list(answer)) == whole
+    assert whole[1:] == ("", []) and call in whole[0]
+
+
+@pytest.mark.parametrize("family", ["llama", "llama4"])
+def test_json_in_other_text_is_a_call_of_the_requests_tools_alone(family):
+    answer = f'As JSON:\n{{"name": "Ann", "parameters": {JSON}}}\nand\n{{"name": "weather", "age": 1}}.'
+    for pieces in ([answer], list(answer)):
+        assert parsed(family, "", pieces) == (answer, "", [])
+
+
+def test_places_of_calls_are_no_ids():
+    """Cohere's models count the calls of each answer, so that two answers would have the same ids."""
+    family, prompt, answer, *_ = next(each for each in TRANSCRIPTS if each[0] == "cohere")
+    ids = set()
+    for _ in range(2):
+        parser = AnswerParser(BY_NAME[family], prompt, TOOLS)
+        ids |= {call["id"] for call in joined_calls([parser.push(answer), parser.flush()])}
+    assert len(ids) == 4
 
 
 NO_ARGUMENTS = [  # calls of functions without arguments, whose place is empty or null
@@ -471,6 +632,16 @@ def test_reasoning_of_kimi_ends_at_a_call():
     assert parsed("kimi", "", list(f"<think>Hm.\n{call}<|tool_call_end|>")) == ("", "Hm.", [("weather", ARGUMENTS)])
 
 
+def test_reasoning_of_qwen_ends_at_a_call():
+    """Of the request's tools: without any, the same text is reasoning."""
+    prompt = "<|im_start|>assistant\n<think>\n"
+    answer = f"I'd write <tool_call>.\n\n<tool_call>\n<{XML[1:]}"
+    for pieces in ([answer], list(answer)):
+        found = parsed("qwen-xml", prompt, pieces)
+        assert found == ("", "I'd write <tool_call>.", [("weather", ARGUMENTS)])
+        assert parsed("qwen-xml", prompt, pieces, tools=[]) == ("", answer, [])
+
+
 PROSE = [
     "Use <think> in <think>text</think> ok",
     "The tag [THINK] begins a thought, [/THINK] ends it.",
@@ -512,7 +683,7 @@ def test_begun_answers_are_continued(family):
     """The text behind the anchor is a part of the message that the answer does not have."""
     anchor = str(BY_NAME[family].template.get("start_anchor", ""))
     assert parsed(family, f"{anchor}The answer", [" is <think> 42.\n"]) == (" is <think> 42.\n", "", [])
-    if (markers := BY_NAME[family].markers) is not None and family != "think":
+    if (markers := BY_NAME[family].markers) is not None and family not in ("think", "tool-calls"):
         begun = f"{anchor}{markers.opening}\nI think"
         assert parsed(family, begun, [f" so.\n{markers.closing}\n\n  Yes "]) == ("  Yes ", " so.", [])
         begun = f"{anchor}{markers.opening}\nHm.\n{markers.closing}\n\nThe answer"
@@ -585,6 +756,15 @@ COMMON = [
     f"<function=weather>{JSON}</function>",
     f"[TOOL_CALLS][{CALL}]",
     XML,
+    f"<tool_calls>[{CALL}]</tool_calls>",
+    f"<TOOLCALL>[{CALL}]</TOOLCALL>",
+    f"<|tool_call|>{CALL}<|/tool_call|>",
+    f"<|tool_call|>[{CALL}]",
+    f"functools[{CALL}]",
+    f"<longcat_tool_call>\n{CALL}\n</longcat_tool_call>\n",
+    f"<function_call> {CALL}",
+    "<function_calls>\nweather(city='Łódź', days=3)\n</function_calls>",
+    "[weather(city='Łódź', days=3)]",
 ]
 
 
@@ -601,6 +781,19 @@ def test_models_of_no_known_family_are_read_in_the_common_forms(answer, known):
     for answer in PROSE:
         parser = AnswerParser(family, "", TOOLS)
         assert "".join(step.content for step in [*map(parser.push, answer), parser.flush()]) == answer
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_a_template_without_a_place_for_tools_asks_for_the_common_form(choice):
+    """Of a known family, too: that of DeepSeek R1 shows calls and no tools, so that the prompt says how to call."""
+    request = ChatRequest(messages=[{"role": "user", "content": "Hi"}], tools=TOOLS, tool_choice=choice)
+    plan = plan_tools(request, BY_NAME["deepseek"], template="{{ message.tool_calls }}")
+    own = next(transcript[2] for transcript in TRANSCRIPTS if transcript[0] == "deepseek")
+    for answer in (f"<tool_call>{CALL}</tool_call>", own):
+        parser = AnswerParser(plan.family, "", TOOLS)
+        assert joined_calls([parser.push(answer), parser.flush()])[0]["function"]["name"] == "weather"
+    assert (plan.grammar is None) == (choice == "auto") and plan.family.call.begin.startswith("<tool_call>")
+    assert plan_tools(request, BY_NAME["deepseek"], template="{{ tools }}").family is BY_NAME["deepseek"]
 
 
 @pytest.mark.parametrize("family", sorted(BY_NAME))
@@ -624,6 +817,7 @@ def test_special_tokens_are_shown_where_they_are_texts_of_the_family(family):
         "llama4": set(),
         "gemma4": {'<|"|>'},
         "gpt-oss": set(special),
+        **{name: set() for name in ("functiongemma", "cohere", "seed-oss")},
     }
     assert {text for text in special if BY_NAME[family].has_text(text)} == own.get(family, {"<think>"})
 

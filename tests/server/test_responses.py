@@ -235,7 +235,7 @@ def test_a_request_as_codex_sends_it(raw, caplog, monkeypatch):
         ({"input": None}, "input: expected a valid list"),
         ({"input": []}, "input: expected at least one"),
         ({"input": [{"role": "user", "content": "x"}] * 4097}, "input: expected at most 4096, got 4097"),
-        ({"tools": [READ] * 2000}, "tools: expected at most 128, got 2000"),
+        ({"tools": [READ] * 2000}, "tools: expected at most 1024, got 2000"),
         ({"input": "x" * 5_000_000}, "maximum context length"),
         ({"input": [{"type": "hologram"}]}, r"input\[0\].type: expected one of"),
         ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, r"input\[0\].content\[0\].text"),

@@ -50,6 +50,21 @@ def test_a_conversation_goes_on_by_the_id_of_its_last_response(alice):
     assert [item.type for item in alice.responses.input_items.list(third.id)] == ["message"]
 
 
+def test_items_of_responses_are_referred_to(alice, bob):
+    """As Vercel's AI SDK sends back what a server has stored: by the ids of the items."""
+    read = {"type": "function", "name": "Read", "strict": False, "parameters": {"type": "object", "properties": {}}}
+    asked = {"role": "user", "content": "What does note.txt say?"}
+    first = ask(alice, [asked], tools=[read])
+    references = [{"type": "item_reference", "id": item.id} for item in first.output]
+    result = {"type": "function_call_output", "call_id": first.output[1].call_id, "output": "hello, world of notes"}
+    second = ask(alice, [asked, *references, result], tools=[read])
+    copied = ask(alice, [asked, *(item.model_dump() for item in first.output), result], tools=[read])
+    assert second.output_text == copied.output_text == "It says: hello, world of notes."
+    assert second.usage.input_tokens == copied.usage.input_tokens
+    with pytest.raises(openai.BadRequestError, match=r"input\[1\].id: expected the id of an item of a stored response"):
+        ask(bob, [asked, references[0]])
+
+
 def test_responses_are_got_listed_and_deleted(alice):
     given = [{"role": "user", "content": "Hi"}, {"role": "user", "content": "Please be polite"}]
     with alice.responses.stream(model="scripted", input=given) as stream:

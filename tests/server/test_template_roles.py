@@ -4,10 +4,20 @@ import logging
 
 import httpx
 import pytest
+from jinja2 import Template
 from scripted_server import scripted_server
 
+from model_adapters.errors import ChatTemplateError
 from torchax_serve.server import notes as notes_once
-from torchax_serve.server.template_roles import with_one_system, with_users_joined
+from torchax_serve.server.common_calls import texts_around_calls, with_calls_as_text
+from torchax_serve.server.response_families import FAMILIES
+from torchax_serve.server.template_roles import (
+    TemplateRoles,
+    has_several_calls,
+    with_one_system,
+    with_single_calls,
+    with_users_joined,
+)
 
 SYSTEM, DEVELOPER = {"role": "system", "content": "One."}, {"role": "developer", "content": "Two."}
 USER, ASSISTANT = {"role": "user", "content": "Please be polite"}, {"role": "assistant", "content": "Yes."}
@@ -61,3 +71,59 @@ def test_merging_keeps_every_text_once_and_the_order():
         {"role": "user", "content": "Please be polite\n\nPlease be polite"},
         ASSISTANT,
     ]
+
+
+def call(call_id, name="f"):
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": '{"a": 1}'}}
+
+
+def result(call_id, content):
+    return {"role": "tool", "content": content, **({} if call_id is None else {"tool_call_id": call_id})}
+
+
+@pytest.mark.parametrize(
+    ("source", "takes"),
+    [
+        ("{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}{% endfor %}", True),
+        ("{% for m in messages %}{{ m.tool_calls[0].function.name if m.tool_calls }}{% endfor %}", False),
+        ("{% for m in messages %}{% if m.tool_calls | length > 1 %}{{ 1 / 0 }}{% endif %}{% endfor %}", False),
+    ],
+    ids=["all", "the first", "an error"],
+)
+def test_templates_that_take_several_calls_of_a_message_are_found_out(source, takes):
+    """Llama's raise for two, those of gpt-oss and GigaChat drop all but one."""
+
+    def render(messages):
+        try:
+            return Template(source).render(messages=messages)
+        except ZeroDivisionError as error:
+            raise ChatTemplateError("one call at once") from error
+
+    assert TemplateRoles(render).takes_several_calls is takes
+
+
+def test_calls_become_messages_of_their_own_with_their_results_behind_them():
+    asked = {"role": "assistant", "content": "Both.", "tool_calls": [call("a"), call("b"), call("c")]}
+    for results in ([result("b", "2"), result("a", "1")], [result(None, "1"), result(None, "2")]):
+        found = with_single_calls([USER, asked, *results, ASSISTANT])
+        assert not has_several_calls(found)
+        assert [each.get("content") for each in found[1:]] == ["Both.", "1", "", "2", "", "Yes."]
+        assert [each["tool_calls"][0]["id"] for each in found if "tool_calls" in each] == ["a", "b", "c"]
+    single = [USER, {**asked, "tool_calls": [call("a")]}, result("x", "1")]
+    assert with_single_calls(single) == single
+
+
+def test_calls_that_a_template_leaves_out_are_text():
+    """Templates of LFM2 and Granite 3 show tools and results alone."""
+    by_name = {family.name: family for family in FAMILIES}
+    messages = [USER, {"role": "assistant", "content": "Look.", "tool_calls": [call("a"), call("b", "g")]}]
+    texts = ['{"name": "f", "arguments": {"a": 1}}', '{"name": "g", "arguments": {"a": 1}}']
+    granite = "respond only with <|tool_call|> followed by a JSON list of tools used"
+    for family, template, expected in (
+        (by_name["lfm2"], "", f"<|tool_call_start|>[{', '.join(texts)}]<|tool_call_end|>"),
+        (by_name["think"], granite, f"<|tool_call|>[{', '.join(texts)}]"),
+        (None, "as <TOOLCALL>[...]</TOOLCALL>", f"<TOOLCALL>[{', '.join(texts)}]</TOOLCALL>"),
+        (None, "{{ tools }}", "\n".join(f"<tool_call>\n{text}\n</tool_call>" for text in texts)),
+    ):
+        found = with_calls_as_text(messages, texts_around_calls(family, template))
+        assert found == [USER, {"role": "assistant", "content": f"Look.\n{expected}"}]

@@ -169,7 +169,7 @@ def test_results_and_malformed_arguments_are_replayed(client):
     [
         ({"tools": [{"type": "web_search"}]}, "tools[0]"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0]"),
-        ({"tools": TOOLS * 65}, "tools"),
+        ({"tools": TOOLS * 513}, "tools"),
         ({"tool_choice": "sometimes"}, "tool_choice"),
         ({"tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
         ({"tools": [], "tool_choice": "required"}, "tool_choice"),

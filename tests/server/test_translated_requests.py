@@ -91,7 +91,7 @@ def test_a_rendered_prompt_is_cut_as_that_of_the_chat(side, expected):
 
 def test_a_rendered_prompt_has_the_special_tokens_of_forced_calls(monkeypatch):
     seen = []
-    monkeypatch.setattr(tokens, "plan_tools", lambda *args: seen.append(args[2]) or ToolPlan())
+    monkeypatch.setattr(tokens, "plan_tools", lambda *args, template: seen.append(args[2]) or ToolPlan())
     tokens._rendered(Prompts(), ChatRequest(messages=[USER]))
     assert seen == [{"<s>": 1}]
 

@@ -141,6 +141,30 @@ def test_tools_calls_and_their_results():
     assert prompt_of(EVERYTHING, messages, tools=tools) == expected
 
 
+OLDER = (  # as that of DeepSeek R1: calls of messages without a content, arguments as text
+    "{% for m in messages %}{% if m.role == 'assistant' and m.content is none %}{% for c in m.tool_calls %}"
+    "{{ 'C ' + c.function.name + ' ' + c.function.arguments }}{% endfor %}{% else %}{{ m.content }}{% endif %}"
+    "{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("content", [None, ""])
+def test_calls_are_shown_as_older_templates_expect_them(content):
+    messages = [USER, {"role": "assistant", "content": content, "tool_calls": [CALL, CALL]}, USER]
+    expected = [{"role": "user", "content": """HiC add {"a": 1}C add {"a": 1}Hi"""}]
+    assert prompt_of(OLDER, messages) == expected_of("{{ messages[0].content }}", expected)
+
+
+@pytest.mark.parametrize(
+    "shown", ["{{ m.tool_calls[0].function.name if m.tool_calls }}", "{{ 'a call' if m.tool_calls }}"]
+)
+def test_a_call_that_the_template_leaves_out_is_refused(shown):
+    template = f"{{% for m in messages %}}{{{{ m.content }}}}{shown}{{% endfor %}}"
+    other = {**CALL, "function": {**CALL["function"], "name": "subtract"}}
+    with pytest.raises(ChatTemplateError, match=r"leaves a call of messages\[1\] out; write one call a message"):
+        prompt_of(template, [USER, {"role": "assistant", "content": "", "tool_calls": [CALL, other]}, USER])
+
+
 def test_function_becomes_the_tool_schema_of_transformers():
     def add(a: int, b: int) -> int:
         """

@@ -160,8 +160,9 @@ class _Rules:
     def _argument(self, name: str, key: str, schema: Any, root: Mapping[str, Any]) -> str:
         assert self._form.argument is not None
         begin, middle, end = self._form.argument
-        if not re.fullmatch(r"[^<>\n]+", key):
-            message = f"tools: expected names of arguments without <, > and line breaks, got {key[:40]!r} of {name}"
+        if not re.fullmatch(r"[^<>\n]+", key) or ('"' in begin and '"' in key):
+            others = "<, >, quotes" if '"' in begin else "<, >"
+            message = f"tools: expected names of arguments without {others} and line breaks, got {key[:40]!r} of {name}"
             raise bad_request(message, "tools", "invalid_value")
         head = self._literal(begin + key + middle)
         if (values := values_of(schema, root)) is not None:

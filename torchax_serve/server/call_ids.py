@@ -17,7 +17,7 @@ IdForm = Literal["any", "nine", "indexed"]
 _ALPHABET = string.ascii_letters + string.digits
 _LEN = 9
 _FORMS: Mapping[IdForm, re.Pattern[str]] = {
-    "any": re.compile(r"[^\s\x00-\x1f]{1,128}"),
+    "any": re.compile(r"(?!\d{1,4}\Z)[^\s\x00-\x1f]{1,128}"),  # a place among an answer's calls is no id
     "nine": re.compile(rf"[a-zA-Z0-9]{{{_LEN}}}"),
     "indexed": re.compile(r"(?:functions\.)?[\w.-]+:\d+"),
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
 
 from torchax_serve.server.json_scanner import JsonScanner
@@ -13,9 +13,11 @@ _WORD = re.compile(r"[\w.$@/-]+")
 _BETWEEN_CALLS = " \t\r\n,;"
 ARGUMENT_KEYS = ("arguments", "parameters")
 """Keys of the arguments in an object that is a call."""
+_NAME_KEYS = ("name", "function", "tool_name")
+"""Keys of the name in such an object."""
 _INNER_KEYS = ("function", "tool_calls", "tool_call")
 """Keys of an object with a call in it, or of a list of calls."""
-_CALL_KEYS = frozenset({"name", "id", "type", "index", "tool_call_id", "call_id", *ARGUMENT_KEYS, *_INNER_KEYS})
+_CALL_KEYS = frozenset({"id", "type", "index", "tool_call_id", "call_id", *_NAME_KEYS, *ARGUMENT_KEYS, *_INNER_KEYS})
 
 
 class CallPiece(NamedTuple):
@@ -67,10 +69,18 @@ class JsonCalls:
         name: Name of the function, where it stands in front of the JSON text; None where it stands in it.
         call_id: Id of the call, if one stands in front of it as well.
         is_marked: Whether a text of the format stands in front, behind which calls may have further keys.
+        names: The only functions that are called; None: any.
     """
 
-    def __init__(self, name: str | None, call_id: str | None = None, *, is_marked: bool = True) -> None:
-        self._is_marked = is_marked
+    def __init__(
+        self,
+        name: str | None,
+        call_id: str | None = None,
+        *,
+        is_marked: bool = True,
+        names: Collection[str] | None = None,
+    ) -> None:
+        self._is_marked, self._names = is_marked, names
         self._scanner, self._num_before = JsonScanner(), 0  # characters in front of the scanner's
         self._given, self._name = name, name
         self._given_id, self._id = call_id, call_id
@@ -147,8 +157,9 @@ class JsonCalls:
         if kind == "key" and depth == level:
             self._key = value
             self._is_none = not (self._is_marked or value in _CALL_KEYS or self._has_begun or self._held is not None)
-        elif kind == "string" and depth == level and self._key in ("name", "function") and value:
+        elif kind == "string" and depth == level and self._key in _NAME_KEYS and value:
             self._name = self._name or value
+            self._is_none = self._names is not None and self._name not in self._names
         elif kind == "string" and depth == level and self._key in ("id", "tool_call_id", "call_id") and value:
             if self._has_begun:
                 found.append(CallPiece(None, "", id=value))

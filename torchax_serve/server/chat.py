@@ -179,7 +179,7 @@ def _start_answers(
         cache_salt=scoped_salt(key_name, body.cache_salt),
         adapter=adapter_of(service, body.model),
     )
-    plan = plan_tools(body, service.family, service.special_ids)
+    plan = plan_tools(body, service.family, service.special_ids, template=service.template)
     prompt = read_prompt(service, body, plan, params.max_new_tokens)
     if bounds_answer:
         params = _bounded(params, service.max_model_len, len(prompt.token_ids))

@@ -11,16 +11,42 @@ from typing import Any
 
 from torchax_serve.server.call_forms import CallForm
 from torchax_serve.server.notes import note_once
-from torchax_serve.server.response_families import HERMES_CALL, MISTRAL_CALLS, NAMED_JSON, XML_CALL, XML_END
-from torchax_serve.server.response_family import CALLS, MARKER, OBJECT, ResponseFamily, at_start, fields
+from torchax_serve.server.response_families import (
+    HERMES_CALL,
+    INLINE_CALL,
+    MISTRAL_CALLS,
+    NAMED_JSON,
+    XML_CALL,
+    XML_END,
+    python_calls,
+)
+from torchax_serve.server.response_family import CALLS, EACH, INLINE, MARKER, OBJECT, ResponseFamily, at_start, fields
 from torchax_serve.text.messages import text_of
 
 FORM = CallForm('<tool_call>\n{"name": ', ', "arguments": ', "}\n</tool_call>", quotes_name=True)
 """Calls that answers are held to."""
 _OBJECT = r'\{\s*"(?:name|function|type|id|tool_calls|arguments|parameters)"'
 _JSON = rf"(?={_OBJECT}|\[\s*{_OBJECT})"
+_TAG = r"(?i:<\|?(?:[a-z]+[:_])?(?:tool|function)_?calls?(?:_(?:start|begin))?\|?>)"
+"""Text in front of calls, as many families write it: ``<tool_calls>``, ``<TOOLCALL>``, ``<|tool_call|>``."""
+_END = r"(?i:<\|?/?(?:[a-z]+[:_])?(?:tool|function)_?calls?(?:_end)?\|?>)"
+"""Text behind them."""
 _COMMON: Sequence[Mapping[str, Any]] = [
     HERMES_CALL,
+    {
+        "open_pattern": rf"(?:(?!<tool_call>){_TAG}|functools)\s*{_JSON}",
+        "close_pattern": _END,
+        "content": "json",
+        "transform": OBJECT,
+    },
+    {
+        "open_pattern": rf"{_TAG}(?=\s*\[?\s*[A-Za-z_][\w.-]*\()",
+        "close_pattern": _END,
+        "content": "python-call-list",
+        "transform": EACH,
+        "transform_each": True,
+    },
+    python_calls(at_start("")),
     XML_CALL,
     NAMED_JSON,
     *MISTRAL_CALLS,
@@ -42,11 +68,13 @@ def with_common_calls(family: ResponseFamily | None, *, is_strict: bool) -> Resp
     common = {f"{CALLS}_common_{name}": field for name, field in added.items() if name.startswith(CALLS)} | {
         f"{name}_common": field for name, field in added.items() if name.startswith(MARKER)
     }
+    common |= {} if is_strict else {INLINE: INLINE_CALL}
     note_once(
         "tools: the format of the model's calls is not known; calls are read in the common forms of JSON, and forced "
         "ones follow their schemas (--response-template sets another format)",
     )
-    return dataclasses.replace(found, template={**found.template, "fields": {**own, **common}}, call=FORM)
+    template = {**found.template, "fields": {**own, **common}}
+    return dataclasses.replace(found, template=template, call=FORM, tags="" if is_strict else f"{_TAG}|{_END}")
 
 
 def reads_tools(template: str) -> bool:
@@ -91,6 +119,41 @@ def with_tools_as_text(
     return [system, user]
 
 
+def with_calls_as_text(messages: Sequence[Mapping[str, Any]], around: tuple[str, str] | None) -> list[dict[str, Any]]:
+    """Returns a conversation whose calls are text.
+
+    For templates that show tools and leave calls out.
+
+    Args:
+        messages: Of the conversation.
+        around: Texts around a list of calls, as the model writes them; None for the common form.
+    """
+    found = []
+    for message in messages:
+        message = dict(message)
+        if calls := message.pop("tool_calls", None):
+            note_once("tools: the chat template leaves calls out; they are written into the messages")
+            texts = [_call_text(call) if around is None else _call_object(call) for call in calls]
+            text = "\n".join(texts) if around is None else f"{around[0]}{', '.join(texts)}{around[1]}"
+            message["content"] = "\n".join(filter(None, [_text_of(message.get("content")), text]))
+        found.append(message)
+    return found
+
+
+def texts_around_calls(family: ResponseFamily | None, template: str) -> tuple[str, str] | None:
+    """Returns what a model writes around a list of calls; None for the common form.
+
+    Its template leaves calls out. It is what its family says, or a tag that the template tells the model to write.
+    """
+    if family is not None and family.around_calls is not None:
+        return family.around_calls
+    tag = next((each[0] for each in re.finditer(_TAG, template) if each[0] != "<tool_call>"), None)
+    if tag is None:
+        return None
+    ends = (each[0] for each in re.finditer(_END, template) if "/" in each[0])
+    return f"{tag}[", f"]{next(ends, '')}"
+
+
 def _as_text(message: Mapping[str, Any], template: str) -> dict[str, Any]:
     """Returns a message whose calls or result are text where the template does not read them."""
     found = copy.copy(dict(message))
@@ -109,11 +172,14 @@ def _text_of(content: Any) -> str:
 
 
 def _call_text(call: Any) -> str:
+    return f"<tool_call>\n{_call_object(call)}\n</tool_call>"
+
+
+def _call_object(call: Any) -> str:
     function = call.get("function", call) if isinstance(call, Mapping) else {}
     arguments = function.get("arguments") or "{}"
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    name = json.dumps(function.get("name"), ensure_ascii=False)
-    return f'<tool_call>\n{{"name": {name}, "arguments": {text}}}\n</tool_call>'
+    return f'{{"name": {json.dumps(function.get("name"), ensure_ascii=False)}, "arguments": {text}}}'
 
 
 def _behind(message: Mapping[str, Any], text: str) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import pydantic
 from model_adapters.errors import ChatTemplateError
 from torchax_serve.server.errors import ApiError, api_error_of, bad_request
 from torchax_serve.server.notes import note_once
-from torchax_serve.server.request_fields import FAIL_FAST, ApiRequest, notes_of
+from torchax_serve.server.request_fields import FAIL_FAST, ApiRequest, notes_of, with_integers
 from torchax_serve.server.schemas import ChatRequest
 from torchax_serve.validation.argument_checks import short_repr
 
@@ -35,6 +35,11 @@ class OpenPart(pydantic.BaseModel):
     """Base of objects in such bodies."""
 
     model_config = _OPEN
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _with_integers(cls, given: Any) -> Any:
+        return with_integers(cls, given) if isinstance(given, dict) else given
 
 
 _OF_CHATS = frozenset(

@@ -11,6 +11,7 @@ from typing import Any
 
 from torchax_serve.multimodal.audio import resampled
 from torchax_serve.server.audio_files import decode_audio
+from torchax_serve.server.call_arguments import input_of
 from torchax_serve.server.errors import bad_request
 from torchax_serve.server.image_files import decode_image
 from torchax_serve.server.notes import note_once
@@ -27,23 +28,32 @@ _READ_BY_TEMPLATES = ("reasoning_content", "reasoning")
 
 
 def plain_messages(
-    messages: Sequence[Mapping[str, Any]], template: str, audio_rate: int | None = None
+    messages: Sequence[Mapping[str, Any]],
+    template: str,
+    audio_rate: int | None = None,
+    *,
+    reads_names: bool = False,
 ) -> list[dict[str, Any]]:
     """Returns the messages of a chat request for `torchax_serve.text.chat`.
 
     The role ``developer`` becomes ``system`` unless the template names it; parts of all spellings become ``text``,
     ``image``, ``video`` and ``audio``; keys that the template does not read are left out; arguments of replayed tool
-    calls that are not JSON stay text.
+    calls that are not JSON stay text or, for templates that read their names, become what is complete of them.
 
     Args:
         messages: Of the request.
         template: Source of the model's chat template.
         audio_rate: Sampling rate of the model in Hz; None as in the files.
+        reads_names: Whether the template writes the arguments of calls one by one.
 
     Raises:
         ApiError: 400 for something that is no message.
     """
-    return [_message(f"messages[{index}]", message, template, audio_rate) for index, message in enumerate(messages)]
+    found = [_message(f"messages[{index}]", message, template, audio_rate) for index, message in enumerate(messages)]
+    for message in found:
+        if isinstance(message.get("tool_calls"), list):
+            message["tool_calls"] = [_call(call, reads_names=reads_names) for call in message["tool_calls"]]
+    return found
 
 
 def _message(where: str, message: Mapping[str, Any], template: str, audio_rate: int | None) -> dict[str, Any]:
@@ -62,8 +72,6 @@ def _message(where: str, message: Mapping[str, Any], template: str, audio_rate: 
         found["content"] = [
             _part(f"{where}.content[{index}]", part, audio_rate) for index, part in enumerate(message["content"])
         ]
-    if isinstance(message.get("tool_calls"), list):
-        found["tool_calls"] = [_call(call) for call in message["tool_calls"]]
     return found
 
 
@@ -152,17 +160,21 @@ def _decoded(where: str, data: str) -> bytes:
         raise bad_request(f"{where}: expected base64, got something else", where, "invalid_value") from error
 
 
-def _call(call: Any) -> Any:
+def _call(call: Any, *, reads_names: bool) -> Any:
     """Returns a tool call whose arguments are JSON.
 
-    Text that is none, as models write it, becomes a JSON string.
+    Text that is none, as models write it, becomes a JSON string; with `reads_names` all arguments become an object.
+    Arguments that are missing or null are none.
     """
     function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str | None):
         return call
-    arguments = function["arguments"]
+    arguments = function.get("arguments") or "{}"
     try:
-        json.loads(arguments or "{}")
+        is_read = isinstance(json.loads(arguments), dict) or not reads_names
     except (ValueError, RecursionError):
-        arguments = json.dumps(arguments)
+        is_read = False
+    if not is_read:
+        note_once("messages: arguments of a call that are no JSON object are shown to the model in another form")
+        arguments = json.dumps(input_of(arguments) if reads_names else arguments)
     return {**call, "function": {**function, "arguments": arguments}}

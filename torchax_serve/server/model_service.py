@@ -24,6 +24,7 @@ from torchax_serve.sampling.token_masks import TokenMasks
 from torchax_serve.sampling_params import SamplingParams
 from torchax_serve.server.answers import Answer, AnswerOptions, prepare, prepare_media, submit
 from torchax_serve.server.call_ids import form_demanded, replayed
+from torchax_serve.server.common_calls import reads_tools, texts_around_calls, with_calls_as_text
 from torchax_serve.server.errors import ApiError, bad_request
 from torchax_serve.server.harmony import encoding_for
 from torchax_serve.server.inference_statistics import InferenceStatistics
@@ -35,7 +36,13 @@ from torchax_serve.server.prompt_limits import check_len, check_prompts
 from torchax_serve.server.request_checks import check_num_messages
 from torchax_serve.server.response_families import response_template_for
 from torchax_serve.server.response_family import ResponseFamily
-from torchax_serve.server.template_roles import TemplateRoles, has_system_behind, with_one_system
+from torchax_serve.server.template_roles import (
+    TemplateRoles,
+    has_several_calls,
+    has_system_behind,
+    with_one_system,
+    with_single_calls,
+)
 from torchax_serve.text.chat import chat_prompt_ids, has_chat_template
 from torchax_serve.text.chat_template import ChatOptions, check_last_message
 from torchax_serve.text.messages import checked_conversation, has_media
@@ -252,7 +259,14 @@ class ModelService:
         check_len(self, [text for message in messages for text in _texts_of(message)], "messages", is_cut=is_cut)
         extractor = getattr(self._processor, "feature_extractor", None)
         id_form = form_demanded(self.template, "any" if self.family is None else self.family.id_form)
-        plain = plain_messages(replayed(messages, id_form), self.template, getattr(extractor, "sampling_rate", None))
+        rate, form = getattr(extractor, "sampling_rate", None), None if self.family is None else self.family.call
+        reads_names = form is not None and form.argument is not None
+        plain = plain_messages(replayed(messages, id_form), self.template, rate, reads_names=reads_names)
+        if reads_tools(self.template) and "tool_calls" not in self.template:
+            plain = with_calls_as_text(plain, texts_around_calls(self.family, self.template))
+        if has_several_calls(plain) and not self.roles.takes_several_calls:
+            note_once("the chat template shows one call of a message; several ones are shown as messages of their own")
+            plain = with_single_calls(plain)
         if has_system_behind(plain) and not self.roles.takes_system_anywhere:
             note_once("the chat template takes one system message, the first; further ones are merged into it")
             plain = with_one_system(plain)

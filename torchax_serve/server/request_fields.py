@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from typing import Annotated, Any, ClassVar, Literal, Self
+import functools
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 import pydantic
 
@@ -95,6 +96,7 @@ class ApiRequest(pydantic.BaseModel):
         if not takes_unknown and (unknown := [name for name in value if name not in cls.model_fields]):
             found.append(_unknown_fields(unknown, list(cls.model_fields)))
             value = {name: given for name, given in value.items() if name in cls.model_fields}
+        value = with_integers(cls, value)
         notes = notes_of(cls)
         if wrong := [name for name, note in notes.items() if note.refuses(value.get(name))]:
             message = "; ".join(f"{name}: {notes[name].text}" for name in wrong)
@@ -110,6 +112,22 @@ class ApiRequest(pydantic.BaseModel):
         if found:
             raise _joined(found) from None
         return request
+
+
+def with_integers(model: type[pydantic.BaseModel], value: dict[str, Any]) -> dict[str, Any]:
+    """Returns a JSON object with integers in fields that take them, in place of 16.0.
+
+    Some languages have one type of numbers, and to JSON Schema these are integers.
+    """
+    names = [name for name in _integer_fields(model) if isinstance(value.get(name), float)]
+    return {**value, **{name: int(value[name]) for name in names if value[name].is_integer()}} if names else value
+
+
+@functools.cache
+def _integer_fields(model: type[pydantic.BaseModel]) -> tuple[str, ...]:
+    """Returns the fields of a model that take integers, and no other numbers."""
+    kinds = {name: {info.annotation, *get_args(info.annotation)} for name, info in model.model_fields.items()}
+    return tuple(name for name, each in kinds.items() if int in each and float not in each)
 
 
 def notes_of(model: type[ApiRequest]) -> dict[str, FieldNote]:

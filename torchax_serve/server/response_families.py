@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,16 @@ from model_adapters.errors import InvalidArgumentError
 from torchax_serve.sampling.thinking_budget import ReasoningMarkers
 from torchax_serve.server.call_forms import CallForm
 from torchax_serve.server.call_ids import form_demanded
-from torchax_serve.server.response_family import CALL, OBJECT, ResponseFamily, at_start, fields, reasoning
+from torchax_serve.server.response_family import (
+    CALL,
+    EACH,
+    INLINE,
+    OBJECT,
+    ResponseFamily,
+    at_start,
+    fields,
+    reasoning,
+)
 
 _LLAMA_CALL = {"type": "function", "function": {"name": "{content.name}", "arguments": "{content.parameters}"}}
 _LLAMA_FORM = CallForm('{"name": ', ', "parameters": ', "}", between=None, quotes_name=True)
@@ -37,6 +46,7 @@ XML_CALL: Mapping[str, Any] = {
     },
     "transform": CALL,
 }
+_XML_BEGIN = r"<tool_call>\s*<function=[^>\n]+>\s*(?:<parameter=|</function>)"
 XML_END = re.compile(r"(?<=</function>)\s*</tool_call>")
 NAMED_JSON: Mapping[str, Any] = {
     "open_pattern": r"(?:<tool_call>\s*)?<function=(?P<name>[^>\n]+)>\s*(?=\{)",
@@ -58,21 +68,60 @@ _MISTRAL_NAMED: Mapping[str, Any] = {
 _MISTRAL_LIST: Mapping[str, Any] = {
     "open_pattern": r"\[TOOL_CALLS\]\s*(?=[\[{])",
     "content": "json",
-    "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{arguments}"}},
+    "transform": EACH,
     "transform_each": True,
 }
+INLINE_CALL: Mapping[str, Any] = {
+    "repeats": True,
+    "open_pattern": r'(?<=\n)(?=\{\s*(?:"type":\s*"function",\s*)?"name":\s*"[\w.-]{1,64}",\s*'
+    r'"(?:parameters|arguments)":\s*\{)',
+    "content": "json",
+    "transform": OBJECT,
+}
 MISTRAL_CALLS: Sequence[Mapping[str, Any]] = [_MISTRAL_NAMED, _MISTRAL_LIST]
+_SEED_THINK = ReasoningMarkers("<seed:think>", "</seed:think>")
+_COHERE_THINK = ReasoningMarkers("<|START_THINKING|>", "<|END_THINKING|>", is_first=False)
+_LFM_CALLS = fields(
+    [
+        {
+            "open_pattern": r"<\|tool_call_start\|>(?=\s*\[?\s*[A-Za-z_])",
+            "close": "<|tool_call_end|>",
+            "content": "python-call-list",
+            "transform": EACH,
+            "transform_each": True,
+        },
+        {
+            "open_pattern": r"<\|tool_call_start\|>\s*(?=\{|\[\s*\{)",
+            "close": "<|tool_call_end|>",
+            "content": "json",
+            "transform": OBJECT,
+        },
+    ],
+    reasoning(_THINK),
+)
+_LFM_AROUND = ("<|tool_call_start|>[", "]<|tool_call_end|>")
 _KIMI_OPENINGS = ("<|tool_calls_section_begin|>", "<|tool_call_section_begin|>")
 _KIMI_THINK = ReasoningMarkers("<think>", "</think>", ends=_KIMI_OPENINGS)
+
+
+def python_calls(begin: str) -> Mapping[str, Any]:
+    """Returns the field of a list of Python's calls, behind a pattern, at the end of an answer."""
+    return {
+        "open_pattern": begin + r"(?=\[\s*[A-Za-z_][\w.-]*\(\s*(?:\)|\w+\s*=))",
+        "close_pattern": r"(?<=\])(?=\s*(?:<\||\Z))",
+        "content": "python-call-list",
+        "transform": EACH,
+        "transform_each": True,
+    }
 
 
 def _llama(token: str) -> list[Mapping[str, Any]]:
     """Returns the fields of Llama's calls, which are complete answers.
 
     Args:
-        token: Pattern of the token in front of a call, which is often left out.
+        token: Pattern of the token in front of a call, which is often left out at the begin of an answer.
     """
-    begin = rf"(?:{at_start(token)}|(?<=}})\s*[;,]?\s*)"
+    begin = rf"(?:{at_start(f'(?:{token})?')}|(?<=}})\s*[;,]?\s*|{token}\s*)"
     return [
         {
             "open_pattern": begin + r'(?=\{\s*"(?:name|type|function|parameters)")',
@@ -80,13 +129,7 @@ def _llama(token: str) -> list[Mapping[str, Any]]:
             "transform": _LLAMA_CALL,
         },
         NAMED_JSON,
-        {
-            "open_pattern": at_start(token) + r"(?=\[\s*[A-Za-z_][\w.-]*\(\s*(?:\)|\w+\s*=))",
-            "close_pattern": r"(?<=\])(?=\s*(?:<\||\Z))",
-            "content": "python-call-list",
-            "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{arguments}"}},
-            "transform_each": True,
-        },
+        python_calls(at_start(f"(?:{token})?")),
     ]
 
 
@@ -187,6 +230,30 @@ FAMILIES: tuple[ResponseFamily, ...] = (
         "",
     ),
     ResponseFamily(
+        "deepseek-dsml",
+        ("｜DSML｜",),
+        {
+            "start_anchor": "<｜Assistant｜>",
+            "fields": fields(
+                [
+                    {
+                        "open_pattern": r'<｜DSML｜invoke name="(?P<name>[\w.-]+)">',
+                        "close": "</｜DSML｜invoke>",
+                        "content": "xml-inline",
+                        "content_args": {
+                            "tag_pattern": r'<｜DSML｜parameter name="(?P<key>[^"\n]+)"(?: string="\w+")?>'
+                            r"(?P<value>.*?)</｜DSML｜parameter>(?=\s*(?:<｜DSML｜parameter |</｜DSML｜invoke>|\Z))"
+                        },
+                        "transform": CALL,
+                    }
+                ],
+                reasoning(_THINK),
+                (re.compile(r"</?｜DSML｜(?:function|tool)_calls>"),),
+            ),
+        },
+        markers=_THINK,
+    ),
+    ResponseFamily(
         "gemma4",
         ("<|tool_call>call:", "<tool_call|>"),
         {
@@ -206,6 +273,169 @@ FAMILIES: tuple[ResponseFamily, ...] = (
         },
         CallForm("<|tool_call>call:", "", "<tool_call|>", between="", delimiter='<|"|>'),
         markers=ReasoningMarkers("<|channel>thought", "<channel|>", gap="\n", is_first=False),
+    ),
+    ResponseFamily(
+        "functiongemma",
+        ("<start_function_call>",),
+        {
+            "start_anchor": "<start_of_turn>model\n",
+            "fields": fields(
+                [
+                    {
+                        "open_pattern": r"<start_function_call>call:(?P<name>[\w.-]+)(?=\{)",
+                        "close": "<end_function_call>",
+                        "content": "json",
+                        "content_args": {"string_delims": [["<escape>", "<escape>"]], "unquoted_keys": True},
+                        "transform": CALL,
+                    }
+                ]
+            ),
+        },
+    ),
+    ResponseFamily(
+        "lfm2",
+        ("<|tool_list_start|>",),
+        {"start_anchor": _CHATML, "fields": _LFM_CALLS},
+        markers=_THINK,
+        around_calls=_LFM_AROUND,
+    ),
+    ResponseFamily(
+        "lfm2.5",
+        ("<|tool_call_start|>",),
+        {"start_anchor": _CHATML, "fields": _LFM_CALLS},
+        markers=_THINK,
+        tokens=("<|tool_call_start|>", "<|tool_call_end|>"),
+        around_calls=_LFM_AROUND,
+    ),
+    ResponseFamily(
+        "tool-calls",
+        ("<tool_calls>",),
+        {
+            "start_anchor_pattern": r"(?!)",
+            "fields": fields(
+                [
+                    {
+                        "open_pattern": r"<tool_calls>\s*(?=\{|\[\s*\{)",
+                        "close": "</tool_calls>",
+                        "content": "json",
+                        "transform": OBJECT,
+                    },
+                    HERMES_CALL,
+                ],
+                reasoning(_THINK),
+            ),
+        },
+        CallForm(
+            '{"name": ',
+            ', "arguments": ',
+            "}",
+            between=", ",
+            opening="<tool_calls>[",
+            closing="]</tool_calls>",
+            quotes_name=True,
+        ),
+        markers=_THINK,
+    ),
+    ResponseFamily(
+        "cohere",
+        ("<|START_ACTION|>", "<|END_ACTION|>"),
+        {
+            "start_anchor": "<|CHATBOT_TOKEN|>",
+            "fields": {
+                **fields(
+                    [
+                        {
+                            "open": "<|START_ACTION|>",
+                            "close": "<|END_ACTION|>",
+                            "content": "json",
+                            "transform": {
+                                "type": "function",
+                                "function": {"name": "{tool_name}", "arguments": "{parameters}"},
+                            },
+                            "transform_each": True,
+                        }
+                    ],
+                    {"open": _COHERE_THINK.opening, "close": _COHERE_THINK.closing},
+                ),
+                "content_shown": {
+                    "open_pattern": r"<\|START_(?:RESPONSE|TEXT)\|>",
+                    "close_pattern": r"<\|END_(?:RESPONSE|TEXT)\|>",
+                    "repeats": True,
+                },
+            },
+        },
+        CallForm(
+            '{"tool_name": ',
+            ', "parameters": ',
+            "}",
+            between=",\n    ",
+            opening="<|START_ACTION|>[\n    ",
+            closing="\n]<|END_ACTION|>",
+            quotes_name=True,
+        ),
+        markers=_COHERE_THINK,
+    ),
+    ResponseFamily(
+        "minimax",
+        ("<minimax:tool_call>",),
+        {
+            "start_anchor": "]~b]ai\n",
+            "fields": fields(
+                [
+                    {
+                        "open_pattern": r'<invoke name="(?P<name>[\w.-]+)">',
+                        "close": "</invoke>",
+                        "content": "xml-inline",
+                        "content_args": {
+                            "tag_pattern": r'<parameter name="(?P<key>[^"\n]+)">(?P<value>.*?)</parameter>'
+                            r'(?=\s*(?:<parameter name="|</invoke>|\Z))'
+                        },
+                        "transform": CALL,
+                    }
+                ],
+                reasoning(_THINK),
+                ("<minimax:tool_call>", re.compile(r"(?<=</invoke>)\s*</minimax:tool_call>")),
+            ),
+        },
+        CallForm(
+            '<invoke name="',
+            '">\n',
+            "</invoke>",
+            opening="<minimax:tool_call>\n",
+            closing="\n</minimax:tool_call>",
+            argument=('<parameter name="', '">', "</parameter>\n"),
+        ),
+        markers=_THINK,
+    ),
+    ResponseFamily(
+        "seed-oss",
+        ("<seed:tool_call>", "<function="),
+        {
+            "start_anchor": "<seed:bos>assistant\n",
+            "fields": fields(
+                [
+                    {
+                        "open_pattern": r"(?:<seed:tool_call>\s*)?<function=(?P<name>[^>\n]+)>",
+                        "close": "</function>",
+                        "content": "xml-inline",
+                        "content_args": {
+                            "tag_pattern": r"<parameter=(?P<key>[^>\n]+)>(?P<value>.*?)</parameter>"
+                            r"(?=\s*(?:<parameter=[^>\n]+>|</function>|\Z))"
+                        },
+                        "transform": CALL,
+                    }
+                ],
+                reasoning(_SEED_THINK),
+                (re.compile(r"(?<=</function>)\s*</seed:tool_call>"),),
+            ),
+        },
+        CallForm(
+            "<seed:tool_call>\n<function=",
+            ">\n",
+            "</function>\n</seed:tool_call>",
+            argument=("<parameter=", ">", "</parameter>\n"),
+        ),
+        markers=_SEED_THINK,
     ),
     ResponseFamily(
         "glm",
@@ -236,7 +466,11 @@ FAMILIES: tuple[ResponseFamily, ...] = (
     ResponseFamily(
         "qwen-xml",
         ("<tool_call>", "<function=", "<parameter="),
-        {"start_anchor": _CHATML, "fields": fields([XML_CALL, HERMES_CALL, NAMED_JSON], reasoning(_THINK), (XML_END,))},
+        {
+            "start_anchor": _CHATML,
+            # Qwen 3.5 often begins a call without an end of its reasoning.
+            "fields": fields([XML_CALL, HERMES_CALL, NAMED_JSON], reasoning(_THINK, _XML_BEGIN), (XML_END,)),
+        },
         CallForm("<tool_call>\n<function=", ">\n", "</function>\n</tool_call>", argument=_XML_ARGUMENT),
         markers=_THINK,
     ),
@@ -270,7 +504,7 @@ FAMILIES: tuple[ResponseFamily, ...] = (
         ("<|start_header_id|>", '"parameters"'),
         {
             "start_anchor": "<|start_header_id|>assistant<|end_header_id|>\n\n",
-            "fields": fields(_llama(r"(?:<\|python_tag\|>)?")),
+            "fields": {**fields(_llama(r"<\|python_tag\|>")), INLINE: INLINE_CALL},
         },
         _LLAMA_FORM,
     ),
@@ -279,7 +513,7 @@ FAMILIES: tuple[ResponseFamily, ...] = (
         ("<|header_start|>", '"parameters"'),
         {
             "start_anchor": "<|header_start|>assistant<|header_end|>\n\n",
-            "fields": fields(_llama(r"(?:<\|python_start\|>)?"), markers=("<|python_end|>",)),
+            "fields": {**fields(_llama(r"<\|python_start\|>"), markers=("<|python_end|>",)), INLINE: INLINE_CALL},
         },
         _LLAMA_FORM,
     ),
@@ -311,11 +545,18 @@ def response_template_for(tokenizer: Any, chosen: str | None = None) -> Response
         found = chosen_template(chosen)
         return None if found is None else _with_ids(found, source)
     own = getattr(tokenizer, "response_template", None)
-    family = next((family for family in FAMILIES if all(sign in source for sign in family.signs)), None)
+    tokens = {token.content for token in getattr(tokenizer, "added_tokens_decoder", {}).values()}
+    family = next((family for family in FAMILIES if _is_of(family, source, tokens)), None)
     if isinstance(own, Mapping):
         known = ResponseFamily("checkpoint", (), own) if family is None else family
         family = dataclasses.replace(known, name="checkpoint", signs=(), template=own)
     return None if family is None else _with_ids(family, source)
+
+
+def _is_of(family: ResponseFamily, source: str, tokens: Collection[str]) -> bool:
+    """Returns whether a chat template, or its tokenizer's tokens, have all signs of a family."""
+    has_tokens = bool(family.tokens) and all(token in tokens for token in family.tokens)
+    return has_tokens or all(sign in source for sign in family.signs)
 
 
 def _with_ids(family: ResponseFamily, source: str) -> ResponseFamily:

@@ -17,12 +17,16 @@ MARKER = "marker"
 """Beginning of the names of fields that are texts of the format, and no part of a message."""
 CALLS = "tool_calls"
 """Beginning of the names of fields with tool calls, one for each spelling."""
+INLINE = f"{CALLS}_inline"
+"""Field of calls that stand in other text without a text of the format: only calls of tools of the request are ones."""
 REASONING = ("reasoning", "reasoning_content", "thinking")
 """Names of the field of reasoning."""
 CALL = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
 """Call whose name stands in front of its arguments."""
 OBJECT = {"type": "function", "function": "{content}"}
 """Call that is one JSON object."""
+EACH = {"type": "function", "function": {"name": "{name}", "arguments": "{arguments}"}}
+"""Call of a list, whose items have a name and arguments."""
 _START = r"(?<![\s\S])"
 
 
@@ -38,6 +42,9 @@ class ResponseFamily:
         is_harmony: Whether openai-harmony parses the answers, where it is installed.
         id_form: Form of the ids of calls.
         markers: Texts around the reasoning; None where there is none, or its template alone has them.
+        tags: Pattern of texts of the format that its template has as patterns.
+        tokens: Tokens of its tokenizer, all of them, by which it is recognised as well; empty for none.
+        around_calls: Texts around a list of calls, for chat templates that leave them out; None for the common form.
     """
 
     name: str
@@ -47,6 +54,9 @@ class ResponseFamily:
     is_harmony: bool = False
     id_form: IdForm = "any"
     markers: ReasoningMarkers | None = None
+    tags: str = ""
+    tokens: tuple[str, ...] = ()
+    around_calls: tuple[str, str] | None = None
 
     @property
     def reasoning_markers(self) -> ReasoningMarkers | None:
@@ -62,7 +72,7 @@ class ResponseFamily:
 
     def has_text(self, text: str) -> bool:
         """Returns whether a text is one of the format's."""
-        return self.is_harmony or text in self._texts
+        return self.is_harmony or text in self._texts or (bool(self.tags) and re.fullmatch(self.tags, text) is not None)
 
     @functools.cached_property
     def _texts(self) -> str:
@@ -81,19 +91,26 @@ class ResponseFamily:
         has_regions = any(name.startswith("content_") for name in fields)  # markers stand between messages then
         dropped = CALLS if has_regions else (CALLS, MARKER)
         kept = {name: field for name, field in fields.items() if not name.startswith(dropped)}
+        plain = {} if self.markers is None else reasoning(self.markers)
+        if plain and kept.get("reasoning", {}).get("open_pattern") == plain["open_pattern"]:
+            kept["reasoning"] = plain  # which no call ends
         return {**self.template, "fields": kept}
 
 
-def reasoning(markers: ReasoningMarkers) -> dict[str, Any]:
+def reasoning(markers: ReasoningMarkers, call: str = "") -> dict[str, Any]:
     """Returns the field of reasoning that begins an answer, or follows another reasoning.
 
     The same texts elsewhere in an answer are content.
+
+    Args:
+        markers: Texts around the reasoning.
+        call: Pattern of a call whose begin ends the reasoning as well; empty for none.
     """
     opening, closing = markers.opening, markers.closing
     begin = rf"(?:{_START}|(?<={re.escape(closing)}))\s*{re.escape(opening)}"
-    if not markers.ends:
+    others = "|".join([*map(re.escape, markers.ends), *([call] if call else [])])
+    if not others:
         return {"open_pattern": begin, "close": closing}
-    others = "|".join(map(re.escape, markers.ends))
     return {"open_pattern": begin, "close_pattern": rf"{re.escape(closing)}|(?={others})"}
 
 

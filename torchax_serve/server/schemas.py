@@ -146,7 +146,7 @@ class ChatRequest(TextRequest):
     ] = None
     echo: Annotated[Any, refused("expected false; a chat's prompt is not repeated", False)] = None
     tools: Annotated[
-        Objects | None, honoured("functions, at most 128; `strict` holds their arguments to the schema")
+        Objects | None, honoured("functions, at most 1024; `strict` holds their arguments to the schema")
     ] = None
     tool_choice: Annotated[
         Any, honoured("`none`, `auto`, `required`, a function or `allowed_tools`; forced calls follow the schema")

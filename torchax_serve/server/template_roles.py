@@ -15,6 +15,21 @@ SYSTEM = ("system", "developer")
 _USER = {"role": "user", "content": "Hello."}
 _SYSTEM_BEHIND = ({"role": "system", "content": "Be brief."}, _USER, {"role": "system", "content": "Be kind."}, _USER)
 _CODE = "invalid_value"
+
+
+def _with_calls(*names: str) -> list[dict[str, Any]]:
+    """Returns a conversation with a message that has a call of each function."""
+    ids = [f"call{index:05}" for index in range(len(names))]
+    calls = [
+        {"id": call_id, "type": "function", "function": {"name": name, "arguments": {}}}
+        for call_id, name in zip(ids, names, strict=True)
+    ]
+    results = [{"role": "tool", "tool_call_id": call_id, "content": "Done."} for call_id in ids]
+    return [_USER, {"role": "assistant", "content": "", "tool_calls": calls}, *results]
+
+
+_ONE_CALL = _with_calls("first_function")
+_CALLED = "second_function"
 _USERS = (_USER, {"role": "user", "content": "Are you there?"})
 
 
@@ -27,12 +42,23 @@ class TemplateRoles:
 
     def __init__(self, render: Callable[[Sequence[dict[str, Any]]], Any]) -> None:
         self._render = render
-        self._found: dict[int, bool] = {}
+        self._found: dict[Any, bool] = {}
 
     @property
     def takes_system_anywhere(self) -> bool:
         """Whether a system message may stand behind others."""
         return self._takes(_SYSTEM_BEHIND)
+
+    @property
+    def takes_several_calls(self) -> bool:
+        """Whether the prompt has all calls of a message that has several."""
+        if _CALLED not in self._found:
+            try:
+                one, other = (self._render(_with_calls("first_function", name)) for name in (_CALLED, "other_function"))
+                self._found[_CALLED] = one is True or one != other
+            except TorchaxServeError:
+                self._found[_CALLED] = not self._takes(_ONE_CALL)  # without tools some templates take no call
+        return self._found[_CALLED]
 
     @property
     def takes_users_in_a_row(self) -> bool:
@@ -47,6 +73,39 @@ class TemplateRoles:
             except TorchaxServeError:
                 self._found[id(probe)] = False
         return self._found[id(probe)]
+
+
+def has_several_calls(messages: Sequence[dict[str, Any]]) -> bool:
+    """Returns whether a message has more than one call."""
+    return any(isinstance(each.get("tool_calls"), list) and len(each["tool_calls"]) > 1 for each in messages)
+
+
+def with_single_calls(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns a conversation whose messages have one call each, with its result behind it.
+
+    The text and the reasoning of a message stay with its first call. Results without an id follow the calls in their
+    order.
+    """
+    found: list[dict[str, Any]] = []
+    waiting = list(messages)
+    while waiting:
+        message = waiting.pop(0)
+        calls = message.get("tool_calls")
+        if not isinstance(calls, list) or len(calls) < 2:
+            found.append(message)
+            continue
+        results = list(itertools.takewhile(lambda each: each["role"] in ("tool", "function"), waiting))
+        del waiting[: len(results)]
+        for index, call in enumerate(calls):
+            head = message if index == 0 else {"role": message["role"], "content": ""}
+            found.append({**head, "tool_calls": [call]})
+            given = call.get("id") if isinstance(call, Mapping) else None
+            own = [each for each in results if given is not None and each.get("tool_call_id") == given]
+            own = own or [each for each in results if each.get("tool_call_id") is None][:1]
+            found += own
+            results = [each for each in results if not any(each is one for one in own)]
+        found += results
+    return found
 
 
 def has_system_behind(messages: Sequence[dict[str, Any]]) -> bool:

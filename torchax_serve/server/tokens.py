@@ -86,7 +86,7 @@ async def render(request: Request) -> Response:
 
 
 def _rendered(service: ModelService, body: ChatRequest) -> list[int]:
-    plan = plan_tools(body, service.family, service.special_ids)
+    plan = plan_tools(body, service.family, service.special_ids, template=service.template)
     return read_prompt(service, body, plan, max_tokens_of(body)).token_ids
 
 

@@ -1,22 +1,31 @@
 """transformers' parser of response templates, for texts that may not be as they expect."""
 
+# ruff: noqa: RUF001  (the markers of DeepSeek have other bars than ASCII)
 from __future__ import annotations
 
+import ast
+import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from transformers.utils.chat_parsing import ResponseParser
 
 from torchax_serve.sampling.thinking_budget import ReasoningMarkers
 from torchax_serve.server.call_stream import CallPiece, CallStream, DialectCalls, JsonCalls, TaggedCalls
-from torchax_serve.server.response_family import CALLS, REASONING
+from torchax_serve.server.python_calls import PythonCalls
+from torchax_serve.server.response_family import CALLS, INLINE, REASONING
 
 MAX_HELD_CHARS = 1 << 12
 """Characters of parsed text after which the parser's buffer is cut, so that time stays linear in the length."""
 LOOK_BACK = 1 << 10
 """Characters that stay in it, for patterns that look back, and for text that is read once more."""
-_TAGS = (("<parameter=", "</parameter>"), ("<arg_key>", "</arg_value>"))
+_TAGS = (
+    ("<parameter=", "</parameter>"),
+    ('<parameter name="', "</parameter>"),
+    ('<｜DSML｜parameter name="', "</｜DSML｜parameter>"),
+    ("<arg_key>", "</arg_value>"),
+)
 """Texts that begin and end an argument, where each stands by itself."""
 _UNMARKED = re.compile(r"[\s;,]*(?:```\w*\s*)?")
 """Beginning of a region that other text could begin with as well."""
@@ -206,9 +215,14 @@ class TolerantParser(ResponseParser):
         if field.content == "json" and not field.content_args:
             is_inside = function == "{content}" or field.transform_each
             is_inside = is_inside or (isinstance(function, dict) and function.get("name") == "{content.name}")
-            return JsonCalls(name, captures.get("id"), is_marked=self._is_marked) if is_behind or is_inside else None
+            if not (is_behind or is_inside):
+                return None
+            names = self._tool_params if field.name == INLINE else None
+            return JsonCalls(name, captures.get("id"), is_marked=self._is_marked, names=names)
         if field.content == "json" and is_behind and (delimiter := _delimiter(field.content_args)):
             return DialectCalls(str(name), delimiter)
+        if field.content == "python-call-list" and self._is_marked:
+            return PythonCalls()
         if field.content == "xml-inline" and is_behind and set(field.content_args) == {"tag_pattern"}:
             pattern = field.content_args["tag_pattern"]
             tags = next((tags for tags in _TAGS if pattern.startswith(tags[0])), None)
@@ -221,7 +235,8 @@ class TolerantParser(ResponseParser):
         def typed(arguments: Mapping[str, str]) -> Mapping[str, Any]:
             call = {"function": {"name": name, "arguments": dict(arguments)}}
             found: Mapping[str, Any] = self._coerce_tool_calls(call)["function"]["arguments"]
-            return found
+            schemas = self._tool_params.get(name) or {}
+            return {key: _of_python(value, _types_of(schemas.get(key))) for key, value in found.items()}
 
         return typed
 
@@ -243,6 +258,24 @@ class _RegionEnd:
     def groupdict(self) -> dict[str, str]:
         """Returns no groups."""
         return {}
+
+
+def _types_of(schema: Any) -> Sequence[str]:
+    kinds = schema.get("type") if isinstance(schema, Mapping) else None
+    return [kinds] if isinstance(kinds, str) else kinds or ()
+
+
+def _of_python(value: Any, types: Sequence[str]) -> Any:
+    """Returns a list or an object that is written as Python writes it; others unchanged."""
+    if not isinstance(value, str) or "string" in types or not {"array", "object"} & set(types):
+        return value
+    try:
+        found = ast.literal_eval(value.strip())
+        json.dumps(found, allow_nan=False)
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+        return value
+    kind = "array" if isinstance(found, list) else "object" if isinstance(found, dict) else ""
+    return found if kind in types else value
 
 
 def _delimiter(args: Mapping[str, Any]) -> str | None:

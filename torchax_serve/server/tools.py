@@ -8,14 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torchax_serve.server.call_forms import call_grammar
-from torchax_serve.server.common_calls import with_common_calls
+from torchax_serve.server.common_calls import reads_tools, with_common_calls
 from torchax_serve.server.errors import bad_request
 from torchax_serve.server.response_family import ResponseFamily
 from torchax_serve.server.response_parsing import begun_answer
 from torchax_serve.server.schemas import ChatRequest
 from torchax_serve.server.structured import Grammar
 
-MAX_TOOLS = 128
+MAX_TOOLS = 1024
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 
 
@@ -37,7 +37,11 @@ class ToolPlan:
 
 
 def plan_tools(
-    request: ChatRequest, family: ResponseFamily | None, special_ids: Mapping[str, int] | None = None
+    request: ChatRequest,
+    family: ResponseFamily | None,
+    special_ids: Mapping[str, int] | None = None,
+    *,
+    template: str = "tools",
 ) -> ToolPlan:
     """Returns the tools of a request, checked.
 
@@ -45,6 +49,7 @@ def plan_tools(
         request: The request.
         family: How the model's answers are spelled.
         special_ids: Special tokens of its tokenizer.
+        template: Source of the chat template; one that has no place for tools asks for calls in the common form.
 
     Raises:
         ApiError: 400 for tools that are none, or a choice that is none of them.
@@ -58,7 +63,8 @@ def plan_tools(
     chosen = [tool for tool in tools if tool["function"]["name"] in names]
     max_calls = 1 if request.parallel_tool_calls is False or mode == "named" else None
     is_forced, is_strict = mode != "auto", any(tool["function"].get("strict") for tool in chosen)
-    if family is None or not family.reads_calls or (family.call is None and (is_forced or is_strict)):
+    is_own = family is not None and family.reads_calls and reads_tools(template)
+    if family is None or not is_own or (family.call is None and (is_forced or is_strict)):
         family = with_common_calls(family, is_strict=is_strict and not is_forced)
     grammar = None
     if is_forced or is_strict:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -170,6 +172,8 @@ class ChatTemplate:
 
     def _checked_text(self, conversation: list[dict[str, Any]], options: ChatOptions, facts: RenderedJob) -> str:
         checks = [*self._role_checks(conversation), *_key_checks(conversation, facts.words)]
+        if any(map(_CALLS, conversation)):
+            checks += _call_check(conversation)
         texts = self._rendered([conversation, *(variant for variant, _ in checks)], options)
         text = texts[0]
         if isinstance(text, ChatTemplateError):
@@ -233,6 +237,56 @@ def _forms(conversation: list[dict[str, Any]], facts: RenderedJob) -> Iterator[l
         yield map_contents(conversation, as_parts)
     if has_lists:
         yield map_contents(conversation, as_text)
+    if any(map(_CALLS, conversation)):
+        yield from _forms_of_calls(map_contents(conversation, as_text))
+
+
+_CALLS = operator.methodcaller("get", "tool_calls")
+"""Returns the calls of a message."""
+
+
+def _forms_of_calls(conversation: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    """Yields a conversation with calls in the forms that older templates expect.
+
+    These have no content next to calls, or arguments as JSON text.
+    """
+    is_bare = [bool(message.get("tool_calls")) and not message.get("content") for message in conversation]
+    pairs = zip(conversation, is_bare, strict=True)
+    bare = [{**message, "content": None} if is_one else message for message, is_one in pairs]
+    if any(is_bare):
+        yield bare
+    for form in (bare, conversation):
+        yield [
+            {**message, "tool_calls": [_with_text(call) for call in message["tool_calls"]]}
+            if message.get("tool_calls")
+            else message
+            for message in form
+        ]
+
+
+def _with_text(call: dict[str, Any]) -> dict[str, Any]:
+    """Returns a call whose arguments are JSON text."""
+    function = call.get("function", call)
+    changed = {**function, "arguments": json.dumps(function.get("arguments") or {}, ensure_ascii=False)}
+    return {**call, "function": changed} if "function" in call else changed
+
+
+def _call_check(conversation: list[dict[str, Any]]) -> Iterator[_Check]:
+    """Yields the conversation with another name of its last call, if it has calls.
+
+    The prompt must differ, too.
+    """
+    found = [index for index, message in enumerate(conversation) if message.get("tool_calls")]
+    if not found:
+        return
+    message = conversation[found[-1]]
+    *others, call = message["tool_calls"]
+    function = call.get("function", call)
+    changed = {**function, "name": _marked(function["name"])} if function["name"].strip() else function
+    calls = [*others, {**call, "function": changed} if "function" in call else changed]
+    if calls != message["tool_calls"]:
+        variant = [*conversation[: found[-1]], {**message, "tool_calls": calls}, *conversation[found[-1] + 1 :]]
+        yield variant, functools.partial(_refuse_call, found[-1])
 
 
 def _marked(content: Any) -> Any:
@@ -246,6 +300,13 @@ def _marked(content: Any) -> Any:
     last = max(index for index, part in enumerate(content) if part.get("text", "").strip())
     part = {**content[last], "text": _marked(content[last]["text"])}
     return [*content[:last], part, *content[last + 1 :]]
+
+
+def _refuse_call(index: int, name: str) -> None:
+    raise ChatTemplateError(
+        f"the chat template of {name} leaves a call of messages[{index}] out; write one call a message, or its text "
+        "into the content"
+    )
 
 
 def _refuse_role(role: str, name: str) -> None:

@@ -45,7 +45,7 @@ async def count_tokens(request: Request) -> Response:
     context, service, chat = await _read(request, CountTokensRequest)
     chat = await with_files(chat, context.options)
     with names_of_fields(_NAMES):
-        plan = plan_tools(chat, service.family, service.special_ids)
+        plan = plan_tools(chat, service.family, service.special_ids, template=service.template)
         prompt = await until_disconnect(request.receive, service.run(read_prompt, service, chat, plan))
     return JSONResponse({"input_tokens": len(prompt.token_ids)})
 

@@ -182,7 +182,7 @@ class CountTokensRequest(OpenRequest):
     ] = None
     tools: Annotated[
         FastList[MessagesTool] | None,
-        honoured("functions, at most 128; tools of other types are left out, with a note in the log"),
+        honoured("functions, at most 1024; tools of other types are left out, with a note in the log"),
     ] = None
     tool_choice: Annotated[
         ToolChoice | None, honoured("`auto`, `any`, `tool`, `none`; `disable_parallel_tool_use`: at most one call")

@@ -60,9 +60,9 @@ async def chat(request: Request) -> Any:
 async def generate(request: Request) -> Any:
     """Answers a prompt of Ollama's interface."""
     body, service = await _read(request, GenerateRequest, "generate")
-    if not body.prompt:
+    if not body.prompt and not body.suffix:
         return JSONResponse(empty_answer(body.model, "response"))
-    if not body.raw and "chat" in service.tasks:
+    if not (body.raw or body.suffix) and "chat" in service.tasks:
         return await _answered_chat(request, service, body, "response")
     with names_of_fields(_NAMES):
         completion = await service.run(completion_of, body, service)

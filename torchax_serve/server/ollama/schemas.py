@@ -114,7 +114,7 @@ class OllamaChatRequest(OllamaRequest):
     messages: Annotated[
         FastList[OllamaMessage] | None, honoured("the conversation, oldest first; without any, nothing is answered")
     ] = None
-    tools: Annotated[Objects | None, honoured("functions, at most 128")] = None
+    tools: Annotated[Objects | None, honoured("functions, at most 1024")] = None
 
 
 class GenerateRequest(OllamaRequest):
@@ -125,7 +125,9 @@ class GenerateRequest(OllamaRequest):
     system: Annotated[str | None, honoured("system prompt")] = None
     images: Annotated[Strings | None, honoured("images of the message, in base64")] = None
     raw: Annotated[bool | None, honoured("the prompt is continued as it is, without the chat template")] = None
-    suffix: Annotated[Any, refused("expected none; ask /infill, or /v1/completions", "")] = None
+    suffix: Annotated[
+        str | None, honoured("text behind the answer, for tokenizers with tokens for it (FIM); others refuse it")
+    ] = None
     template: Annotated[Any, refused("expected none; the model's own chat template is used", "")] = None
     context: Annotated[Any, refused("expected none; /api/chat takes earlier messages", [])] = None
     width: Annotated[Any, refused("expected none; answers are text", 0)] = None

@@ -8,6 +8,7 @@ from typing import Any
 
 from torchax_serve.server.dialect_requests import with_passed_on, without_none
 from torchax_serve.server.errors import bad_request
+from torchax_serve.server.fim_prompts import fim_tokens_of
 from torchax_serve.server.model_service import ModelService
 from torchax_serve.server.notes import note_once
 from torchax_serve.server.ollama.schemas import (
@@ -51,17 +52,25 @@ def chat_of(body: OllamaChatRequest | GenerateRequest, service: ModelService) ->
 
 
 def completion_of(body: GenerateRequest, service: ModelService) -> CompletionRequest:
-    """Returns the completion of a raw prompt; its length is bounded by the model's."""
+    """Returns the completion of a raw prompt, or of one with a gap.
+
+    Its length is bounded by the model's.
+    """
     if body.system or body.images or body.think:
-        raise bad_request("raw: expected none with system, images or think, which a template writes", "raw")
-    ids, fields = service.plain_prompt(body.prompt), _fields(body, service)
+        field = "suffix" if body.suffix else "raw"
+        raise bad_request(f"{field}: expected none with system, images or think, which a template writes", field)
+    fields = _fields(body, service)
+    if body.suffix:
+        ids = fim_tokens_of(service, "suffix").prompt_ids(service.model.text_tokenizer, body.prompt, body.suffix)
+        given: dict[str, Any] = {"prompt": body.prompt, "suffix": body.suffix}
+    else:
+        ids = service.plain_prompt(body.prompt)
+        given = {"prompt": list(ids)}
     asked, most = fields.pop("max_tokens", None), service.max_model_len
     room = None if most is None else max(1, most - len(ids))
     lengths = [each for each in (asked, room) if each is not None]
     fields["logprobs"] = (body.top_logprobs or 0) if body.logprobs else None
-    return CompletionRequest.parse(
-        without_none({**fields, "prompt": list(ids), "max_tokens": min(lengths, default=None)})
-    )
+    return CompletionRequest.parse(without_none({**fields, **given, "max_tokens": min(lengths, default=None)}))
 
 
 def _fields(body: OllamaRequest, service: ModelService) -> dict[str, Any]:

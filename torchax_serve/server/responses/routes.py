@@ -16,7 +16,7 @@ from torchax_serve.server.model_service import ModelService
 from torchax_serve.server.notes import note_once
 from torchax_serve.server.request_checks import check_num_messages
 from torchax_serve.server.responses.answer import ResponseAnswer
-from torchax_serve.server.responses.schemas import ITEMS, ResponsesRequest
+from torchax_serve.server.responses.schemas import ITEMS, ItemReference, ResponsesRequest
 from torchax_serve.server.responses.store import ResponseStore
 from torchax_serve.server.responses.translation import chat_of
 from torchax_serve.server.schemas import ChatRequest
@@ -53,17 +53,30 @@ def _conversation(store: ResponseStore, key: str | None, body: ResponsesRequest)
     """Returns the items of a conversation, those of earlier responses in front.
 
     Raises:
-        ApiError: 400 for a response that is not stored.
+        ApiError: 400 for a response, or an item, that is not stored.
     """
     previous = body.previous_response_id
+    given = [_resolved(store, key, item, f"input[{index}]") for index, item in enumerate(body.input)]
     if previous is None:
-        return body.input
+        return given
     field = "previous_response_id"
     if not store.is_on:
         message = "expected null, as responses are not stored; send all of the input, or start the server with"
         raise bad_request(f"{field}: {message} --max-stored-responses", field, "unsupported_parameter")
     try:
-        return [*ITEMS.validate_python(store.get(key, previous).conversation), *body.input]
+        return [*ITEMS.validate_python(store.get(key, previous).conversation), *given]
     except ApiError as error:
         message = error.message.removeprefix("response_id: ")
         raise bad_request(f"{field}: {message}", field, "previous_response_not_found") from error
+
+
+def _resolved(store: ResponseStore, key: str | None, item: Any, where: str) -> Any:
+    """Returns an item, or the stored one that it refers to."""
+    if not isinstance(item, ItemReference):
+        return item
+    found = store.item(key, item.id)
+    if found is None:
+        remedy = "send the item itself" + ("" if store.is_on else ", or start the server with --max-stored-responses")
+        message = f"{where}.id: expected the id of an item of a stored response, got another; {remedy}"
+        raise bad_request(message, where, "invalid_value")
+    return ITEMS.validate_python([found])[0]

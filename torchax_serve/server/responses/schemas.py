@@ -76,8 +76,15 @@ class CallOutputItem(_Item):
     output: _Parts
 
 
+class ItemReference(_Item):
+    """An item of a stored response, in whose place it stands."""
+
+    type: Literal["item_reference"]
+    id: str
+
+
 Item = Annotated[
-    MessageItem | ReasoningItem | FunctionCallItem | CustomToolCallItem | CallOutputItem,
+    MessageItem | ReasoningItem | FunctionCallItem | CustomToolCallItem | CallOutputItem | ItemReference,
     pydantic.Field(discriminator="type"),
 ]
 
@@ -147,7 +154,7 @@ class ResponsesRequest(OpenRequest):
     tags: ClassVar[frozenset[str]] = frozenset(
         (
             *("message", "reasoning", "function_call", "custom_tool_call"),
-            *("function_call_output", "custom_tool_call_output"),
+            *("function_call_output", "custom_tool_call_output", "item_reference"),
         )
     )
     model: Annotated[ModelName, honoured("a name in `/v1/models`, another one is 404; without it, the served one")] = ""
@@ -155,12 +162,12 @@ class ResponsesRequest(OpenRequest):
         list[Item],
         FAIL_FAST,
         pydantic.BeforeValidator(_with_types),
-        honoured("a text, or all items of the conversation, oldest first"),
+        honoured("a text, or all items of the conversation, oldest first; `item_reference`: one of a stored response"),
     ]
     instructions: Annotated[str | None, honoured("a system message in front of the input")] = None
     tools: Annotated[
         FastList[ResponsesTool] | None,
-        honoured("`function` and `custom`, at most 128; others are left out, with a note in the log"),
+        honoured("`function` and `custom`, at most 1024; others are left out, with a note in the log"),
     ] = None
     tool_choice: Annotated[Any, honoured("`none`, `auto`, `required`, a tool or `allowed_tools`")] = None
     parallel_tool_calls: Annotated[bool | None, honoured("`false`: at most one call")] = None

@@ -86,6 +86,14 @@ class ResponseStore:
             raise ApiError(404, f"response_id: {message}; send all of the input again", param="response_id")
         return found
 
+    def item(self, key: str | None, item_id: str) -> dict[str, Any] | None:
+        """Returns an item of a key's responses, of input or output; None if there is none."""
+        for stored in reversed(self._fresh(key).values()):
+            for item in (*stored.response.get("output", ()), *stored.input_items):
+                if item.get("id") == item_id and item["type"] != "item_reference":
+                    return item
+        return None
+
     def delete(self, key: str | None, response_id: str) -> None:
         """Drops a response. Raises as `get`."""
         self.get(key, response_id)
