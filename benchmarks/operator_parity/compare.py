@@ -1,6 +1,7 @@
 """Comparison of one operator, as JAX computes it, with PyTorch.
 
-The samples are those of PyTorch's own tests (OpInfo): tensors of float32, and what else the operator takes.
+The samples are those of PyTorch's own tests (OpInfo): tensors of float32 or another dtype, and what else the operator
+takes. Results of 16 bits are compared by units of their last place, and with those in float64.
 """
 
 import importlib.util
@@ -25,6 +26,8 @@ TOLERANCE = 1e-4
 """Largest difference of results, absolute and relative, in float32: factorizations and sums in another order."""
 OF_LARGEST = 2e-6
 """Largest difference over the largest number of a result: 16 roundings, of what large numbers cancel to."""
+UNITS = 2
+"""Largest difference of results of 16 bits in units of the last place, unless PyTorch's are as far from float64."""
 STEP, MOST_DIFFERENCES = 1e-5, 200
 """Of differences in float64 that decide about gradients: their step, and of how many numbers they are taken."""
 DRAWS = [
@@ -58,8 +61,8 @@ UNSET = ("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", 
 """Operators whose results have no values yet."""
 
 
-def all_operators():
-    """Returns PyTorch's descriptions of operators that take float32, by name and variant."""
+def all_operators(dtype=torch.float32):
+    """Returns PyTorch's descriptions of operators that take `dtype`, by name and variant."""
     if importlib.util.find_spec("expecttest") is None:  # of test classes, which nothing here uses
         stub = types.ModuleType("expecttest")
         stub.TestCase = unittest.TestCase
@@ -68,7 +71,7 @@ def all_operators():
         warnings.simplefilter("ignore")
         from torch.testing._internal.common_methods_invocations import op_db
     found = {f"{op.name}.{op.variant_test_name}" if op.variant_test_name else op.name: op for op in op_db}
-    return {name: op for name, op in found.items() if op.supports_dtype(torch.float32, "cpu") and not _is_left_out(op)}
+    return {name: op for name, op in found.items() if op.supports_dtype(dtype, "cpu") and not _is_left_out(op)}
 
 
 def _is_left_out(op):
@@ -101,17 +104,19 @@ class Call(torch.nn.Module):
         return tuple(torch.as_tensor(each) for each in _pytree.tree_leaves(result) if isinstance(each, kinds))
 
 
-def check_operator(op, max_samples, max_gradients):
+def check_operator(op, max_samples, max_gradients, dtype=torch.float32):
     """Returns how often each outcome came, and the first message of each outcome other than `SAME`.
 
-    At most `max_samples` samples are checked, spread evenly over all, and of `max_gradients` the gradients as well.
+    At most `max_samples` samples are checked, spread evenly over all. In float32 the gradients of `max_gradients` are,
+    too.
     """
     counts, messages = {}, {}
     torch.manual_seed(0)
-    samples = list(op.sample_inputs("cpu", torch.float32, requires_grad=False))
+    samples = list(op.sample_inputs("cpu", dtype, requires_grad=False))
     chosen = sorted({round(x) for x in np.linspace(0, len(samples) - 1, min(max_samples, len(samples)))})
     for number, place in enumerate(chosen):
-        for outcome, message in check_sample(op, samples[place], number < max_gradients and op.supports_autograd):
+        with_gradient = number < max_gradients and op.supports_autograd and dtype == torch.float32
+        for outcome, message in check_sample(op, samples[place], with_gradient):
             counts[outcome] = counts.get(outcome, 0) + 1
             if outcome != SAME:
                 messages.setdefault(outcome, message)
@@ -135,7 +140,7 @@ def check_sample(op, sample, with_gradient):
         return []  # what PyTorch itself does not compute so
     if any(not each.is_sparse_csr for each in again) and _difference(again, expected):
         return []  # it draws numbers, as attention with dropout does
-    outcomes = [_outcome(lambda: _forward(module), lambda: expected)]
+    outcomes = [_outcome(lambda: _forward(module), lambda: expected, lambda: _in_float64(module, expected))]
     if with_gradient and outcomes[0][0] == SAME and any(each.is_floating_point() for each in expected):
         try:
             wanted = _torch_gradients(module)
@@ -147,7 +152,19 @@ def check_sample(op, sample, with_gradient):
     return outcomes
 
 
-def _outcome(compute, wanted):
+def _in_float64(module, expected):
+    """Returns results in float64 where those of PyTorch have 16 bits; None if PyTorch does not compute them so."""
+    if not any(_is_narrow(each) for each in expected):
+        return None
+    try:
+        with warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("ignore")
+            return module(*(each.double() if _is_narrow(each) else each.clone() for each in module.tensors))
+    except Exception:
+        return None
+
+
+def _outcome(compute, wanted, exact=lambda: None):
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -156,7 +173,7 @@ def _outcome(compute, wanted):
         return REFUSED, str(error).splitlines()[0][:150]
     except Exception as error:
         return FAILS, f"{type(error).__name__}: {error}".splitlines()[0][:150]
-    difference = _difference(found, wanted())
+    difference = _difference(found, wanted(), exact)
     return (DIFFERS, difference) if difference else (SAME, "")
 
 
@@ -235,16 +252,45 @@ def _jax_gradients(module):
     return [to_torch_tensor(each) for each in found]
 
 
-def _difference(found, expected):
-    """Returns in words how results differ, or an empty string."""
+def _is_narrow(tensor):
+    return tensor.is_floating_point() and tensor.itemsize == 2
+
+
+def _of_units(found, expected, exact):
+    """Returns by how many units of its last place a result of 16 bits is off; 0 if PyTorch's is as far from `exact`."""
+    limits = torch.finfo(expected.dtype)
+    one, other = found.double(), expected.double()
+    unit = limits.eps * 2.0 ** torch.floor(torch.log2(other.abs().clamp(limits.smallest_normal)))
+    equal = (one == other) | (one.isnan() & other.isnan())
+    apart = torch.where(equal, 0.0, ((one - other).abs() / unit).nan_to_num(torch.inf))
+    if exact is not None and exact.shape == other.shape:
+        exact = exact.double()
+        ours, theirs = (torch.where(each == exact, 0.0, (each - exact).abs()) for each in (one, other))
+        is_as_near = (ours <= theirs.nan_to_num(0.0, 0.0).max()) | (ours <= UNITS * unit)
+        apart = torch.where(is_as_near, 0.0, apart)
+    return float(apart.max())
+
+
+def _difference(found, expected, exact=lambda: None):
+    """Returns in words how results differ, or an empty string.
+
+    `exact` computes those in float64.
+    """
     if len(found) != len(expected):
         return f"{len(found)} results, PyTorch has {len(expected)}"
-    for one, other in zip(found, expected, strict=True):
+    for place, (one, other) in enumerate(zip(found, expected, strict=True)):
         if tuple(one.shape) != tuple(other.shape):
             return f"shape {tuple(one.shape)}, PyTorch has {tuple(other.shape)}"
         other = other.detach().resolve_conj().resolve_neg()
         if _narrowed(other.dtype) != _narrowed(one.dtype):
             return f"{one.dtype}, PyTorch has {other.dtype}"
+        if _is_narrow(other) and other.numel():
+            if _of_units(one, other, None) > UNITS:
+                known = exact()
+                units = _of_units(one, other, None if known is None else known[place])
+                if units > UNITS:
+                    return f"values, by {units:.3g} units of the last place"
+            continue
         one, other = (each.to(torch.complex64) if each.is_complex() else each.double() for each in (one, other))
         largest = float(other.abs().nan_to_num(0, 0).max()) if other.numel() else 0.0
         limits = {"rtol": TOLERANCE, "atol": max(TOLERANCE, OF_LARGEST * largest), "equal_nan": True}
