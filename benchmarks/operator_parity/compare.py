@@ -153,7 +153,7 @@ def check_sample(op, sample, with_gradient):
 
 
 def _in_float64(module, expected):
-    """Returns results in float64 where those of PyTorch have 16 bits; None if PyTorch does not compute them so."""
+    """Returns PyTorch's results in float64 where they have 16 bits; None if it has none."""
     if not any(_is_narrow(each) for each in expected):
         return None
     try:
@@ -257,7 +257,10 @@ def _is_narrow(tensor):
 
 
 def _of_units(found, expected, exact):
-    """Returns by how many units of its last place a result of 16 bits is off; 0 if PyTorch's is as far from `exact`."""
+    """Returns by how many units of its last place a result of 16 bits is off.
+
+    Numbers as near to `exact` as PyTorch's count as equal.
+    """
     limits = torch.finfo(expected.dtype)
     one, other = found.double(), expected.double()
     unit = limits.eps * 2.0 ** torch.floor(torch.log2(other.abs().clamp(limits.smallest_normal)))

@@ -479,7 +479,25 @@ def are_apart(one: Any, other: Any) -> bool:
 
 def getitem(self: Any, index: Any) -> torch.Tensor:
     """Returns ``self[index]`` for integers, slices, None and ...: a view."""
+    _check_numbers(self, index)
     made = TorchTensor(self._elem[index], self._env)
     share(made, self, lambda array: array[index], lambda full, new: full.at[index].set(new))
     made._strided = strides.after_index(self, index)
     return made
+
+
+def _check_numbers(tensor: Any, index: Any) -> None:
+    """Raises IndexError for an integer beyond an axis, and ValueError for a step backwards.
+
+    JAX takes the last element, or turns the axis round.
+    """
+    num_axes = sum(part is not None and part is not ... for part in index)
+    axis = 0
+    for part in index:
+        if part is ...:
+            axis += tensor.ndim - num_axes
+        if type(part) is int and axis < tensor.ndim and not -tensor.shape[axis] <= part < tensor.shape[axis]:
+            raise IndexError(f"expected an index along axis {axis} from 0 to {tensor.shape[axis] - 1}, got {part}")
+        if type(part) is slice and type(part.step) is int and part.step < 1:
+            raise ValueError(f"expected a slice with a step greater than zero, as in PyTorch, got {part.step}")
+        axis += part is not None and part is not ...

@@ -11,7 +11,9 @@ import torch
 
 from model_adapters.bridge.views import default_env, get_lowering, is_view, jax_view, set_lowering, torch_view
 from model_adapters.errors import UnsupportedModelError
+from model_adapters.lowerings.index_checks import check_known
 from model_adapters.lowerings.integers import is_integer, long_dtype
+from model_adapters.lowerings.narrow_floats import in_float32
 from model_adapters.lowerings.reductions import jax_dtype
 
 
@@ -31,7 +33,7 @@ def install() -> None:
     set_lowering(aten.addmv, _addmv)
     set_lowering(aten.hardtanh, _hardtanh)
     set_lowering(aten.bincount, _bincount)
-    set_lowering(aten.logcumsumexp, lambda x, dim: _logcumsumexp(x, dim % x.ndim) if x.ndim else x)
+    set_lowering(aten.logcumsumexp, lambda x, dim: in_float32(_logcumsumexp)(x, dim % x.ndim) if x.ndim else x)
     set_lowering(aten.embedding_renorm_, _renorm)
     _make_from_tensors()
 
@@ -40,6 +42,8 @@ def _of_all_axes(theirs: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a lowering for which no axis is all of them, as for PyTorch."""
 
     def reduced(x: jax.Array, dim: Any = None, *, correction: Any = 1, keepdim: bool = False) -> Any:
+        if not jnp.issubdtype(x.dtype, jnp.inexact):
+            raise RuntimeError(f"var and std: expected floats or complex numbers, got {x.dtype}; use .float()")
         dims = tuple(dim) or None if isinstance(dim, list | tuple) else dim
         return theirs(x, dims, correction=1 if correction is None else correction, keepdim=keepdim)
 
@@ -63,6 +67,7 @@ def _vector_norm(theirs: Callable[..., Any]) -> Callable[..., Any]:
 
 def _put(x: jax.Array, index: jax.Array, source: jax.Array, accumulate: bool = False) -> jax.Array:
     """Computes ``torch.put``, which adds up what goes to one place."""
+    check_known("put", x.size, index, from_end=True)
     at, values = x.reshape(-1).at[index.reshape(-1)], source.reshape(-1).astype(x.dtype)
     added = at.max if x.dtype == bool else at.add
     return (added(values) if accumulate else at.set(values)).reshape(x.shape)
@@ -82,6 +87,7 @@ def _counted_from_the_end(theirs: Callable[..., Any], has_two: bool) -> Callable
 
 def _scatter(theirs: Callable[..., Any]) -> Callable[..., Any]:
     def scatter(x: jax.Array, dim: int, index: jax.Array, src: Any, reduce: str | None = None) -> Any:
+        check_known("scatter", x.shape[dim] if x.ndim else 1, index)
         if jnp.ndim(src) == 0:
             src = jnp.full(index.shape, src, x.dtype)
         return theirs(x, dim, index, src, reduce)

@@ -1,6 +1,6 @@
 """Checks that indices are within a table: beyond its end is an error, as in PyTorch.
 
-XLA would read the last row, or NaN.
+XLA would read the last row, or NaN, and leaves out writes beyond the end.
 
 Token ids, positions, token types and the like are looked up by ``embedding``, or among the rows of a tensor of the
 module. In a trace their values are unknown, so the program answers afterwards whether they were in range. Where values
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -95,3 +95,35 @@ def check(table: jax.Array, indices: jax.Array, *, from_end: bool = False) -> No
             f"{name}: expected indices from 0 to {num_rows - 1}, the rows of this table, got {least} to {most}; give "
             "fewer tokens, or ids, positions and token types that the model has"
         )
+
+
+def check_known(operator: str, length: int, indices: Any, *, from_end: bool = False) -> None:
+    """Checks int `indices` [...] of known values along an axis of `length`.
+
+    With `from_end` negative ones count from the end. Of unknown values nothing is checked.
+
+    Raises:
+        InvalidArgumentError: they are not; names the operator.
+    """
+    is_known = isinstance(indices, np.ndarray | jax.Array) and not isinstance(indices, jax.core.Tracer)
+    if not is_known or not indices.size or not jnp.issubdtype(indices.dtype, jnp.integer):
+        return
+    if isinstance(indices, jax.Array) and not indices.is_fully_addressable:
+        return
+    values = np.asarray(indices)
+    least, most = int(values.min()), int(values.max())
+    first = -length if from_end else 0
+    if least < first or most >= length:
+        raise InvalidArgumentError(
+            f"{operator}: expected indices from {first} to {length - 1}, got {least} to {most}; PyTorch has no others"
+        )
+
+
+def checked(operator: str, theirs: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns an operator of an array, an axis and indices along it, with `check_known` before."""
+
+    def computed(x: jax.Array, dim: int, indices: Any, *args: Any, **kwargs: Any) -> Any:
+        check_known(operator, x.shape[dim] if x.ndim else 1, indices)
+        return theirs(x, dim, indices, *args, **kwargs)
+
+    return computed

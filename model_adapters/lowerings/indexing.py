@@ -20,13 +20,16 @@ from model_adapters.bridge.views import (
     jax_view,
     set_lowering,
     set_raw_lowering,
+    set_view_lowering,
     to_jax_array,
     torch_view,
 )
 from model_adapters.lowerings import aliases, constant_folding, index_checks, masked_writes
 from model_adapters.lowerings.deferred_checks import TracedMaskSelection
+from model_adapters.lowerings.integers import long_dtype
 from model_adapters.ops import registry
 from model_adapters.ops.compressed_weight import compressed_of, note_turned, quantized_of, take_compressed_rows
+from model_adapters.ops.linear import accumulator
 from model_adapters.ops.quantized_weight import take_rows
 from model_adapters.sharding.sharded_trace import note_parts
 
@@ -47,21 +50,55 @@ def _check_lookups() -> None:
     def checked_index(tensor: Any, indices: Any, *args: Any, **kwargs: Any) -> Any:
         if indices and all(other is None for other in indices[1:]):
             index_checks.check_rows(tensor, indices[0], 0, from_end=True)
+        _check_parts("index", tensor, indices)
         return index(tensor, indices, *args, **kwargs)
 
     def checked_select(tensor: Any, dim: int, indices: Any, *args: Any, **kwargs: Any) -> Any:
         index_checks.check_rows(tensor, indices, dim)
+        index_checks.check_known("index_select", _length(tensor, dim), indices)
         return select(tensor, dim, indices, *args, **kwargs)
 
     def checked_gather(tensor: Any, dim: int, indices: Any, *args: Any, **kwargs: Any) -> Any:
         index_checks.check_rows(tensor, indices, dim)
+        index_checks.check_known("gather", _length(tensor, dim), indices)
+        _check_shape(tensor.shape, dim, indices.shape)
         return gather(tensor, dim, indices, *args, **kwargs)
 
+    aten = torch.ops.aten
+    for op in (aten.scatter.src, aten.scatter.value, aten.index_copy):
+        name = str(op).split(".")[1]
+        set_lowering(op, index_checks.checked(name, get_lowering(op)), keep_kind=True)
+    take = get_lowering(aten.take)
+
+    def checked_take(tensor: Any, indices: Any) -> Any:
+        index_checks.check_known("take", tensor.size, indices, from_end=True)
+        return take(tensor, indices)
+
+    set_lowering(aten.take, checked_take, keep_kind=True)
     set_raw_lowering(torch.Tensor.__getitem__, checked_getitem)
     for op in (torch.ops.aten.index, torch.ops.aten.index.Tensor):
         set_lowering(op, checked_index, keep_kind=True)
     set_lowering(torch.ops.aten.index_select, checked_select, keep_kind=True)
     set_lowering(torch.ops.aten.gather, checked_gather, keep_kind=True)
+
+
+def _length(x: Any, dim: int) -> int:
+    return int(x.shape[dim]) if x.ndim else 1
+
+
+def _check_shape(shape: Sequence[int], dim: int, chosen: Sequence[int]) -> None:
+    """Raises RuntimeError if indices of `gather` are longer than the tensor along another axis."""
+    pairs = list(zip(shape, chosen, strict=False))
+    if shape and any(most < length for axis, (most, length) in enumerate(pairs) if axis != dim % len(shape)):
+        raise RuntimeError(f"gather: expected indices of at most the shape {list(shape)}, got {list(chosen)}")
+
+
+def _check_parts(operator: str, x: Any, parts: Sequence[Any]) -> None:
+    """Checks the integer arrays among the parts of an index of arrays, each along its axis."""
+    if any(hasattr(part, "dtype") and part.dtype == bool for part in parts):
+        return  # masks, which may stand for several axes
+    for axis, part in enumerate(parts):
+        index_checks.check_known(operator, x.shape[axis], part, from_end=True)
 
 
 def _getitem(self: torch.Tensor, indexes: Any) -> torch.Tensor:
@@ -74,6 +111,8 @@ def _getitem(self: torch.Tensor, indexes: Any) -> torch.Tensor:
     numbers = [each for each in chosen if not isinstance(each, bool) and not each.ndim and each.dtype != bool]
     if len(chosen) == len(numbers) and (not chosen or len(chosen) == 1):
         return aliases.getitem(self, index)
+    if all(isinstance(each, slice | jax.Array | np.ndarray) for each in index):
+        _check_parts("index", self, index)
     return torch_view(jax_view(self)[index])
 
 
@@ -105,6 +144,8 @@ def _write_items() -> None:
             while value.ndim > 1 and value.shape[0] == 1:
                 value = value[0]
         key = jax_view(as_views(_index_parts(key)))
+        if all(isinstance(each, slice | jax.Array | np.ndarray) for each in key):
+            _check_parts("index_put", before, key)
         if len(key) == 1 and masked_writes.is_mask(key[0]):
             self._elem = aliases.apart(masked_writes.put(before, key[0], jnp.asarray(value, before.dtype)))
             return
@@ -126,6 +167,7 @@ def _keep_tables_short() -> None:
 
     def embedding(weight: jax.Array, indices: jax.Array, *args: Any, **kwargs: Any) -> jax.Array:
         index_checks.check(weight, indices)
+        index_checks.check_known("embedding", weight.shape[0], indices)
         if (table := quantized_of(weight)) is not None and not table.scheme.transposed:
             return take_rows(table, indices)
         if (packed := compressed_of(weight)) is not None and packed.plain is None:
@@ -185,14 +227,24 @@ def _cat(tensors: Sequence[jax.Array], dim: int = 0) -> jax.Array:
     return joined
 
 
+def _one_hot(x: jax.Array, num_classes: int = -1) -> jax.Array:
+    """Computes ``one_hot``, which refuses classes that it has no column for."""
+    if num_classes != -1:
+        index_checks.check_known("one_hot", num_classes, x)
+    count: Any = num_classes if num_classes != -1 else jnp.max(x) + 1
+    return jax.nn.one_hot(x, count, dtype=long_dtype())
+
+
 def _index_add(x: jax.Array, dim: int, index: jax.Array, source: jax.Array, *, alpha: float = 1) -> jax.Array:
     """Computes ``torch.index_add`` for an index known on the host, which torch refuses."""
+    index_checks.check_known("index_add", _length(x, dim), index)
     added = (alpha * source).astype(x.dtype)
     if x.dtype == bool:
         return _index_add(x.astype(jnp.int32), dim, index, added.astype(jnp.int32)) != 0
     if not x.ndim:
         return x + added.reshape(-1).sum()
-    return x.at[(slice(None),) * (dim % x.ndim) + (index.reshape(-1),)].add(added)
+    at = x.astype(accumulator(x.dtype)).at[(slice(None),) * (dim % x.ndim) + (index.reshape(-1),)]
+    return at.add(added.astype(accumulator(x.dtype))).astype(x.dtype)
 
 
 def _pad_by_known_widths() -> None:
@@ -210,6 +262,29 @@ def _pad_by_known_widths() -> None:
         return torch_view(theirs(jax_view(as_views(x)), [number(width) for width in pad], *args, **kwargs))
 
     set_raw_lowering(torch.nn.functional.pad, pad)
+
+
+def _split_at_known_places() -> None:
+    """Lets ``tensor_split`` have places in a tensor of known values.
+
+    PyTorch wants it on the host.
+    """
+
+    def known(value: Any) -> Any:
+        if not isinstance(value, TorchTensor) or constant_folding.is_traced(value):
+            return value
+        return np.asarray(jax_view(value)).tolist()
+
+    def split_by(function: Any) -> Any:
+        def split(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            names = {"tensor_indices_or_sections": "indices_or_sections"}
+            kwargs = {names.get(name, name): known(value) for name, value in kwargs.items()}
+            return function(x, *map(known, args), **kwargs)
+
+        return split
+
+    for function in (torch.tensor_split, torch.Tensor.tensor_split):
+        set_view_lowering(function, split_by(function))
 
 
 def _understand_stored_lengths() -> None:

@@ -25,9 +25,11 @@ from model_adapters.lowerings import (
     integers,
     linear_algebra,
     masked_writes,
+    narrow_floats,
     order_statistics,
     pooling,
     promotion,
+    random_numbers,
     recurrent,
     resize,
     special_cases,
@@ -41,15 +43,15 @@ from model_adapters.lowerings.indexing import (
     _find_turned_weights,
     _index_add,
     _keep_tables_short,
+    _one_hot,
     _pad_by_known_widths,
+    _split_at_known_places,
     _understand_stored_lengths,
     _write_items,
 )
 from model_adapters.lowerings.matmul import _addmm, _attention, _find_squeezed_weights, _grouped_mm, _linear
 from model_adapters.lowerings.reductions import _layer_norm, _mean, _softmax, _sum
 from model_adapters.lowerings.torchax_fixes import (
-    _draw_random_numbers,
-    _fill_with_normal_numbers,
     _keep_values_of_new_tensors,
     _mend_copy,
     _mend_type_as,
@@ -67,6 +69,7 @@ from model_adapters.once import once
 @once
 def install() -> None:
     """Registers the lowerings in torchax's table."""
+    narrow_floats.install()  # the first, since others replace what it wraps
     set_lowering(torch.nn.functional.linear, _linear)
     set_lowering(torch.ops.aten.linear, _linear)
     set_lowering(torch.ops.aten.mm, ops.matmul)
@@ -80,6 +83,7 @@ def install() -> None:
     set_lowering(torch.ops.aten.convolution, _convolution)
     set_lowering(torch.ops.aten.conv2d, _conv2d)
     _keep_tables_short()
+    set_lowering(torch.nn.functional.one_hot, _one_hot)
     _check_lookups()
     _find_turned_weights()
     _find_squeezed_weights()
@@ -94,11 +98,10 @@ def install() -> None:
     accept_host_tensors()
     _write_items()
     _mend_copy()
-    _fill_with_normal_numbers()
     _mend_type_as()
     _name_unknown_dtypes()
     _order_equal_values()
-    _draw_random_numbers()
+    random_numbers.install()
     _update_running_statistics()
     _understand_stored_lengths()
     custom_ops.install()
@@ -125,6 +128,7 @@ def install() -> None:
     promotion.install()
     written_results.install()
     aliases.install()
+    _split_at_known_places()
     _keep_values_of_new_tensors()
     _tell_missing_at_once()
     host_writes.install()

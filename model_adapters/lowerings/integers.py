@@ -10,11 +10,20 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import torch
 
 from model_adapters.bridge.views import get_lowering, set_lowering
 from model_adapters.errors import UnsupportedModelError
+from model_adapters.lowerings.index_checks import check_known
+from model_adapters.lowerings.narrow_floats import in_float32
 from model_adapters.lowerings.reductions import jax_dtype
+
+_OF_FLOATS = """
+sigmoid rsqrt erf erfc erfinv exp exp2 expm1 log log2 log10 log1p sqrt sin cos tan sinh cosh tanh asin acos atan asinh
+acosh atanh i0 special_i0e special_i1 special_i1e special_ndtri reciprocal
+"""
+"""Operators that make floats of integers."""
 
 
 def install() -> None:
@@ -23,11 +32,18 @@ def install() -> None:
     set_lowering(aten.div, _div(get_lowering(aten.div)))
     for overload in (aten.add.Tensor, aten.add.Scalar):
         set_lowering(overload, _add(get_lowering(overload)), keep_kind=True)
-    set_lowering(aten.scatter_add, _scatter_add(get_lowering(aten.scatter_add)))
+    for operator in (aten.scatter_add, aten.scatter_reduce):
+        set_lowering(operator, _of_sums(str(operator).split(".")[1], get_lowering(operator)))
     set_lowering(aten.pow, _pow(get_lowering(aten.pow)))
     set_lowering(aten.fmod, _fmod)
+    for operator in (aten.remainder, aten.floor_divide):
+        set_lowering(operator, _of_divisors(str(operator).split(".")[1], get_lowering(operator)))
+    signed: tuple[Any, ...] = (aten.sub.Tensor, aten.sub.Scalar, aten.neg)
+    for each in signed:
+        set_lowering(each, _of_signs(get_lowering(each)), keep_kind=True)
     set_lowering(aten.cumsum, _cumulative(jnp.cumsum))
     set_lowering(aten.cumprod, _cumulative(jnp.cumprod))
+    set_lowering(aten.prod, _prod(get_lowering(aten.prod)))
     set_lowering(aten.any, _any(get_lowering(aten.any)))
     for operators, function in (
         ((aten.__and__, aten.bitwise_and), jnp.bitwise_and),
@@ -36,8 +52,8 @@ def install() -> None:
     ):
         for operator in operators:
             set_lowering(operator, function)
-    for operator in (aten.sigmoid, aten.rsqrt, aten.erf, aten.erfc, aten.erfinv):
-        set_lowering(operator, _of_floats(get_lowering(operator)))
+    for name in _OF_FLOATS.split():
+        set_lowering(getattr(aten, name), _of_floats(get_lowering(getattr(aten, name))))
     for operator in (aten.lgamma, aten.logit):
         set_lowering(operator, _in_own_dtype(get_lowering(operator)))
     for operator in (aten.sign, aten.sgn):
@@ -68,10 +84,39 @@ def _div(theirs: Callable[..., Any]) -> Callable[..., Any]:
     def div(x: Any, y: Any, *, rounding_mode: str | None = None) -> Any:
         if rounding_mode is None or not (is_integer(x) and is_integer(y)):
             return theirs(x, y, rounding_mode or "")
+        _check_divisor("div", y)
         first, second = _both(x, y)
         return jnp.floor_divide(first, second) if rounding_mode == "floor" else jax.lax.div(first, second)
 
     return div
+
+
+def _check_divisor(operator: str, y: Any) -> None:
+    """Raises ZeroDivisionError if a known integer divisor is 0, as PyTorch does."""
+    if is_integer(y) and not isinstance(y, jax.core.Tracer):
+        is_here = not isinstance(y, jax.Array) or y.is_fully_addressable
+        if is_here and not np.all(np.asarray(y)):
+            raise ZeroDivisionError(f"{operator}: expected integers other than 0 as divisors")
+
+
+def _of_divisors(operator: str, theirs: Callable[..., Any]) -> Callable[..., Any]:
+    def divided(x: Any, y: Any) -> Any:
+        if is_integer(x):
+            _check_divisor(operator, y)
+        return theirs(x, y)
+
+    return divided
+
+
+def _of_signs(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the lowering of a difference; PyTorch has none of truth values."""
+
+    def computed(x: Any, *args: Any, **kwargs: Any) -> Any:
+        if is_bool(x) or any(is_bool(each) and hasattr(each, "dtype") for each in args):
+            raise RuntimeError("sub and neg: expected numbers, got truth values; use ^ or logical_not")
+        return theirs(x, *args, **kwargs)
+
+    return computed
 
 
 def is_bool(x: Any) -> bool:
@@ -90,17 +135,25 @@ def _add(theirs: Callable[..., Any]) -> Callable[..., Any]:
     return add
 
 
-def _scatter_add(theirs: Callable[..., Any]) -> Callable[..., Any]:
-    def scatter_add(x: jax.Array, dim: int, index: jax.Array, src: jax.Array) -> Any:
-        if not is_bool(x):
-            return theirs(x, dim, index, src)
-        return theirs(x.astype(jnp.int32), dim, index, src.astype(jnp.int32)) != 0
+def _of_sums(operator: str, theirs: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the lowering of ``scatter_add`` or ``scatter_reduce``.
 
-    return scatter_add
+    Of truth values they are those of integers.
+    """
+
+    def scattered(x: jax.Array, dim: int, index: jax.Array, src: jax.Array, *args: Any, **kwargs: Any) -> Any:
+        check_known(operator, x.shape[dim] if x.ndim else 1, index)
+        if is_bool(x):
+            return theirs(x.astype(jnp.int32), dim, index, src.astype(jnp.int32), *args, **kwargs) != 0
+        return in_float32(theirs)(x, dim, index, src, *args, **kwargs)
+
+    return scattered
 
 
 def _fmod(x: Any, y: Any) -> jax.Array:
     """Computes ``torch.fmod``, exactly."""
+    if is_integer(x):
+        _check_divisor("fmod", y)
     return jax.lax.rem(*_both(x, y))
 
 
@@ -128,9 +181,19 @@ def _cumulative(function: Callable[..., Any]) -> Callable[..., Any]:
     def cumulative(x: jax.Array, dim: int, *, dtype: Any = None) -> Any:
         own = long_dtype() if is_integer(x) else x.dtype
         x = x.astype(own if dtype is None else jax_dtype(dtype))
-        return function(x, dim) if x.ndim else x
+        return in_float32(function)(x, dim) if x.ndim else x
 
     return cumulative
+
+
+def _prod(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the lowering of a product; of integers it is int64."""
+
+    def prod(x: jax.Array, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+        own = long_dtype() if is_integer(x) else x.dtype
+        return in_float32(theirs)(x.astype(own if dtype is None else jax_dtype(dtype)), dim, keepdim)
+
+    return prod
 
 
 def _any(theirs: Callable[..., Any]) -> Callable[..., Any]:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from model_adapters.bridge.views import get_lowering, set_lowering
+from model_adapters.lowerings import index_checks
 
 
 def install() -> None:
@@ -20,6 +21,9 @@ def install() -> None:
     def index_put(x: jax.Array, indices: Any, values: Any, accumulate: bool = False) -> jax.Array:
         if len(indices) == 1 and is_mask(indices[0]):
             return put(x, indices[0], jnp.asarray(values, x.dtype), accumulate)
+        if not any(is_mask(part) for part in indices):
+            for axis, part in enumerate(indices):
+                index_checks.check_known("index_put", x.shape[axis], part, from_end=True)
         placed: jax.Array = theirs(x, indices, values, accumulate)
         return placed
 

@@ -24,6 +24,12 @@ _ELEMENTWISE = frozenset(
     for overload in packet.overloads()
 )
 """Operators of several operands that are computed in one dtype."""
+_IN_PLACE = frozenset(
+    getattr(packet, overload)
+    for packet in (getattr(torch.ops.aten, name) for name in ("add_", "sub_", "mul_", "div_", "remainder_", "fmod_"))
+    for overload in packet.overloads()
+)
+"""Operators that write into their first operand, which holds results of no higher kind."""
 _KINDS = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
 
 
@@ -35,9 +41,31 @@ def install() -> None:
     def dispatch(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if func in _ELEMENTWISE and any(isinstance(x, torch.Tensor) and not x.ndim for x in args):
             args = _narrowed(args, func is torch.ops.aten.where.self)
+        if func in _IN_PLACE:
+            _check_kind(func, args, kwargs or {})
         return theirs(func, types, args, kwargs)
 
     env.dispatch = dispatch
+
+
+def _check_kind(func: Any, args: Any, kwargs: Any) -> None:
+    """Raises RuntimeError if an operand is of a higher kind than the tensor that is written to."""
+    target = args[0].dtype
+    own = _kind_of(target)
+    is_quotient = func.name().startswith("aten::div_") and kwargs.get("rounding_mode") is None
+    highest = max(2 if is_quotient else 0, *map(_kind_of, args))
+    if own < highest:
+        name = func.name().partition("::")[2].partition(".")[0]
+        raise RuntimeError(f"{name}: expected operands that a tensor of {target} holds; leave out the underscore")
+
+
+def _kind_of(value: Any) -> int:
+    """Returns the place in `_KINDS` of a tensor, a dtype of PyTorch or a number."""
+    if isinstance(value, torch.Tensor):
+        value = value.dtype
+    if isinstance(value, torch.dtype):
+        return 3 if value.is_complex else 2 if value.is_floating_point else int(value != torch.bool)
+    return {bool: 0, int: 1, float: 2, complex: 3}.get(type(value), 0)
 
 
 def _kind(dtype: Any) -> int:

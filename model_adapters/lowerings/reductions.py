@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import torch
 
 from model_adapters import ops
+from model_adapters.ops.linear import accumulator
 
 
 def jax_dtype(dtype: Any) -> Any:
@@ -47,6 +48,8 @@ def _sum(x: jax.Array, dim: Any = None, keepdim: bool = False, *, dtype: Any = N
 def _mean(x: jax.Array, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> jax.Array:
     """Computes ``torch.mean``."""
     x = x if dtype is None else x.astype(jax_dtype(dtype))
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        raise RuntimeError(f"mean: expected floats or complex numbers, got {x.dtype}; convert them by .float()")
     if _is_last(dim, x):
         return _with_kept_dim(ops.row_sum(x) / x.shape[-1], keepdim).astype(x.dtype)
     return jnp.mean(x, _dims(dim) if x.ndim else None, keepdims=keepdim)
@@ -65,10 +68,12 @@ def _softmax(x: jax.Array, dim: int, dtype: Any = None) -> jax.Array:
         x = x.astype(jnp.float32)
     elif dtype is not None and dtype is not False:
         x = x.astype(jax_dtype(dtype))
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        raise RuntimeError(f"softmax: expected floats, got {x.dtype}; convert them by .float()")
     # Scores [batch, heads, query, key] are left to XLA, which fuses the parts; rows of a router's are few and short.
     if _is_last(dim, x) and x.ndim == 2:
         return ops.softmax(x)
-    return jax.nn.softmax(x, dim) if x.ndim else jnp.ones_like(x)
+    return jax.nn.softmax(x.astype(accumulator(x.dtype)), dim).astype(x.dtype) if x.ndim else jnp.ones_like(x)
 
 
 def _layer_norm(
@@ -84,4 +89,6 @@ def _layer_norm(
     weight, bias = (None if array is None else array.reshape(-1) for array in (weight, bias))
     out, mean, scale = ops.layer_norm(rows, weight, bias, eps)
     reduced_shape = (*x.shape[: x.ndim - size], *[1] * size)
-    return out.reshape(x.shape), mean.reshape(reduced_shape), scale.reshape(reduced_shape)
+    kept = x.dtype if weight is None or weight.dtype == x.dtype else mean.dtype
+    mean, scale = (each.reshape(reduced_shape).astype(kept) for each in (mean, scale))
+    return out.reshape(x.shape), mean, scale

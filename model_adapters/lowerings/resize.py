@@ -15,7 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from model_adapters.bridge.views import set_lowering
+from model_adapters.bridge.views import get_lowering, set_lowering
+from model_adapters.errors import UnsupportedModelError
+from model_adapters.lowerings.narrow_floats import in_float32
 
 SMOOTHED = (torch.ops.aten._upsample_bicubic2d_aa, torch.ops.aten._upsample_bilinear2d_aa)
 """Operators of ``interpolate(…, antialias=True)``.
@@ -29,6 +31,26 @@ def install() -> None:
     for operator in SMOOTHED:
         set_lowering(operator, functools.partial(_resampled, operator.default))
         set_lowering(operator.default, functools.partial(_resampled, operator.default))
+    interpolate: Any = torch.nn.functional.interpolate
+    set_lowering(interpolate, _checked(get_lowering(interpolate)), keep_kind=True)
+
+
+def _checked(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the lowering of ``interpolate``, in float32 for 16-bit floats."""
+
+    def interpolate(x: jax.Array, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("mode", args[2] if len(args) > 2 else "nearest") in ("bilinear", "bicubic"):
+            _check_floats(x)
+        return in_float32(theirs)(x, *args, **kwargs)
+
+    return interpolate
+
+
+def _check_floats(x: jax.Array) -> None:
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise UnsupportedModelError(
+            f"interpolate: expected floats, got {x.dtype}, whose weights PyTorch rounds, too; convert by .float()"
+        )
 
 
 def _resampled(
@@ -41,6 +63,7 @@ def _resampled(
     scale_factors: Sequence[float] | None = None,
 ) -> jax.Array:
     """Returns `x` [batch, channels, height, width] in another size, as `operator` has it."""
+    _check_floats(x)
     if isinstance(scales_h, Sequence):
         scales_h, scale_factors = None, scales_h
     if scale_factors is not None:

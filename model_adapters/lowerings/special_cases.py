@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,13 +13,15 @@ import torch
 
 from model_adapters.bridge.views import DEVICE, default_env, get_lowering, set_lowering
 from model_adapters.errors import UnsupportedModelError
+from model_adapters.lowerings.reductions import jax_dtype
+from model_adapters.ops.linear import accumulator
 
 
 def install() -> None:
     """Registers the lowerings in torchax's table."""
     set_lowering(torch.ops.aten.polygamma.default, _polygamma)
     set_lowering(torch.ops.aten.digamma, lambda x: _digamma(x if jnp.issubdtype(x.dtype, jnp.inexact) else x * 1.0))
-    set_lowering(torch.ops.aten.ldexp, lambda x, exponent: x * jnp.exp2(exponent.astype(jnp.float32)))
+    set_lowering(torch.ops.aten.ldexp, _ldexp)
     set_lowering(torch.ops.aten._safe_softmax, _safe_softmax)
     set_lowering(torch.ops.aten.max_unpool2d, _max_unpool)
     set_lowering(torch.ops.aten.max_unpool3d, _max_unpool)
@@ -29,6 +32,9 @@ def install() -> None:
         set_lowering(clamp, _clamp)
     set_lowering(torch.ops.aten.clamp_min, lambda x, min: _clamp(x, min))
     set_lowering(torch.ops.aten.atan2, _atan2)
+    for angle in (torch.angle, torch.ops.aten.angle):
+        set_lowering(angle, _angle)
+    set_lowering(torch.ops.aten.special_erfcx, _erfcx)
     _group_norm_of_nothing()
 
 
@@ -49,10 +55,35 @@ def _atan2(y: Any, x: Any) -> jax.Array:
     return jnp.where(is_zero, fixed, jnp.arctan2(y, jnp.where(is_zero, 1, x)))
 
 
+def _ldexp(x: jax.Array, exponent: jax.Array) -> jax.Array:
+    """Computes ``torch.ldexp``: `x` times a power of 2, in float32 and rounded once."""
+    dtype = jnp.result_type(x, exponent)
+    dtype = dtype if jnp.issubdtype(dtype, jnp.floating) else jnp.dtype(jnp.float32)
+    wide = accumulator(dtype)
+    return (x.astype(wide) * jnp.exp2(exponent.astype(wide))).astype(dtype)
+
+
+def _angle(x: jax.Array) -> jax.Array:
+    """Computes ``torch.angle``: of a real number 0 or pi; JAX has pi for the negative zero."""
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        return jnp.angle(x)
+    wide = x if jnp.issubdtype(x.dtype, jnp.floating) else x.astype(jnp.float32)
+    return jnp.where(jnp.isnan(wide), wide, jnp.where(wide < 0, jnp.pi, 0)).astype(wide.dtype)
+
+
+def _erfcx(x: jax.Array) -> jax.Array:
+    """Computes ``torch.special.erfcx``, for large `x` by its asymptotic series."""
+    x = x if jnp.issubdtype(x.dtype, jnp.floating) else x.astype(jnp.float32)
+    near, far = jnp.minimum(x, 8), jnp.maximum(x, 8)
+    rest = 0.5 / (far * far)
+    series = (1 - rest * (1 - 3 * rest * (1 - 5 * rest))) / (far * math.sqrt(math.pi))
+    return jnp.where(x > 8, series, jnp.exp(near * near) * jax.lax.erfc(near))
+
+
 @jax.custom_jvp
 def _digamma(x: jax.Array) -> jax.Array:
     """Computes ``torch.digamma``; JAX's derivative of it is another one for negative numbers."""
-    return jax.scipy.special.digamma(x)
+    return jnp.where(x == 0, jnp.copysign(jnp.inf, -x).astype(x.dtype), jax.scipy.special.digamma(x))
 
 
 @_digamma.defjvp
@@ -126,17 +157,18 @@ def _searchsorted(
 ) -> jax.Array:
     """Computes ``torch.searchsorted`` of `values` in the rows of `table` [..., n]."""
     wanted: Any = side or ("right" if right else "left")
+    dtype: Any = jnp.int32 if out_int32 else jax_dtype(torch.int64)
     values = jnp.asarray(values)
     if sorter is not None:
         table = jnp.take_along_axis(table, sorter, -1)
     if table.ndim == 1:
-        return jnp.searchsorted(table, values, side=wanted)
+        return jnp.searchsorted(table, values, side=wanted).astype(dtype)
     if not values.size:
-        return jnp.zeros(values.shape, jnp.int32)
+        return jnp.zeros(values.shape, dtype)
     num_rows = values.size // values.shape[-1]
     rows, parts = table.reshape(num_rows, table.shape[-1]), values.reshape(num_rows, values.shape[-1])
     found = jax.vmap(lambda row, part: jnp.searchsorted(row, part, side=wanted))(rows, parts)
-    return found.reshape(values.shape)
+    return found.reshape(values.shape).astype(dtype)
 
 
 def _group_norm_of_nothing() -> None:

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import torch
 
 from model_adapters.bridge.views import (
-    DEVICE,
     TorchTensor,
     as_views,
     default_env,
@@ -35,63 +34,6 @@ def _mend_copy() -> None:
         return x
 
     set_raw_lowering(torch.ops.aten.copy_, copy)
-
-
-def _fill_with_normal_numbers() -> None:
-    """Fixes ``tensor.normal_()``, whose arguments torchax 0.0.13 does not pass on."""
-
-    def normal(x: torch.Tensor, mean: float = 0.0, std: float = 1.0, generator: Any = None) -> torch.Tensor:
-        write(x, torch.randn_like(x) * std + mean)
-        return x
-
-    set_raw_lowering(torch.ops.aten.normal_, normal)
-
-
-def _draw_random_numbers() -> None:
-    """Fixes operators that draw numbers.
-
-    torchax 0.0.13 takes the same ones in each call, does not write them, or mixes up their arguments.
-    """
-    aten = torch.ops.aten
-
-    def random(x: torch.Tensor, *limits: int, generator: Any = None, **named: int) -> torch.Tensor:
-        limits = tuple(named.pop(name) for name in ("from", "to") if name in named) or limits
-        low, high = limits if len(limits) == 2 else (0, *limits) if limits else (0, _num_exact(x))
-        write(x, torch.randint(low, high, x.shape, device=x.device))
-        return x
-
-    def exponential(x: torch.Tensor, lambd: float = 1.0, *, generator: Any = None) -> torch.Tensor:
-        write(x, -torch.log1p(-torch.rand(x.shape, device=x.device)) / lambd)
-        return x
-
-    def cauchy(x: torch.Tensor, median: float = 0.0, sigma: float = 1.0, *, generator: Any = None) -> torch.Tensor:
-        write(x, median + sigma * torch.tan(torch.pi * (torch.rand(x.shape, device=x.device) - 0.5)))
-        return x
-
-    def normal(mean: Any, std: Any = 1.0, *, generator: Any = None) -> torch.Tensor:
-        mean, std = torch.as_tensor(mean), torch.as_tensor(std)
-        shape = torch.broadcast_shapes(mean.shape, std.shape)
-        return torch.randn(shape, dtype=(mean if mean.ndim else std).dtype, device=DEVICE) * std + mean
-
-    def normal_of_numbers(
-        mean: float, std: float, size: Any, *, dtype: torch.dtype | None = None, **kwargs: Any
-    ) -> torch.Tensor:
-        return torch.randn(tuple(size), dtype=dtype, device=DEVICE) * std + mean
-
-    set_view_lowering(aten.normal.float_float, normal_of_numbers)
-    for operator in (aten.random_, *(getattr(aten.random_, name) for name in aten.random_.overloads())):
-        set_view_lowering(operator, random)
-    set_view_lowering(aten.exponential_, exponential)
-    set_view_lowering(aten.cauchy_, cauchy)
-    for operator in (aten.normal.Tensor_Tensor, aten.normal.Tensor_float, aten.normal.float_Tensor):
-        set_view_lowering(operator, normal)
-
-
-def _num_exact(x: torch.Tensor) -> int:
-    """Returns up to which number all integers are exact in the dtype of `x`."""
-    if x.dtype.is_floating_point:
-        return int(2 / torch.finfo(x.dtype).eps)
-    return 2 if x.dtype == torch.bool else min(torch.iinfo(x.dtype).max, 2**31 - 2) + 1
 
 
 def _update_running_statistics() -> None:
@@ -158,6 +100,7 @@ def _take_by_host_indices() -> None:
     def take(x: jax.Array, indices: jax.Array, dim: int | None = None) -> jax.Array:
         if dim is None:
             x, indices, dim = x.reshape(-1), indices.reshape(-1), 0
+        indices = indices % max(x.shape[dim], 1)  # as PyTorch has it for those from the end, and for all others
         shape, chosen = list(x.shape), list(indices.shape)
         shape[dim] = chosen[dim] = 1
         both = jnp.broadcast_shapes(tuple(shape), tuple(chosen))

@@ -36,24 +36,37 @@ CASES = {
     "smallest of bytes": (lambda x: x.topk(2, largest=False), BYTES),
     "smallest with the least": (lambda x: x.topk(2, 0, largest=False), torch.tensor([-(2**31), 5, 3])),
     "smallest with NaN": (lambda x: x.topk(3, largest=False)[0], ODD),
+    "kthvalue": (lambda x: (*x.kthvalue(1), *x.kthvalue(4, keepdim=True)), torch.tensor([9, 1, -(2**31), 2, 7]).int()),
+    "kthvalue with NaN": (lambda x: (x.kthvalue(2, 1)[0], x.kthvalue(4, 1)[0]), ODD),
+    "cummax with NaN": (lambda x: (*x.cummax(0), *x.cummin(0)), torch.tensor([1, NAN, 3, NAN, 5])),
+    "cummax of equal ones": (lambda x: (*x.cummax(-1), *x.cummin(-1)), torch.tensor([1, 2, 2, 1, 1, 2])),
+    "medians of nothing": (lambda x: (x[:0].median(), x[:0].nanmedian()), FLOATS),
     "median": (lambda x: (x.median(), *x[:, None].median(0, keepdim=True)), LARGE),
     "median with NaN": (lambda x: (*x.nanmedian(1), x.median(1)[0]), torch.tensor([[NAN, 3, 1, 2], [NAN, NAN, 5, 4]])),
     "mode": (lambda x: torch.mode(x, 1), torch.tensor([[3, 1, 3, 1], [2, 2, 5, 5]])),
     "sign": (lambda x: (x.sign(), x.sgn()), ODD),
     "copysign": (lambda x: torch.copysign(x, -1), LARGE % 5),
     "sigmoid of bytes": (lambda x: (x.sigmoid(), torch.erf(x), (x + 1).rsqrt()), BYTES),
+    "functions of bytes": (lambda x: (x.sqrt(), x.sin(), (x + 1).log(), x.exp(), (x > 5).exp(), x.prod(1)), BYTES),
+    "ldexp": (lambda x: (torch.ldexp(x, x), torch.ldexp(x, torch.tensor([1, -1, 2, 0]))), SHORT),
+    "digamma": (lambda x: x.digamma(), torch.tensor([0.0, -0.0, -0.5, 1.0])),
+    "erfcx": (lambda x: torch.special.erfcx(x), torch.tensor([0.0, -1.0, 5.0, 9.0, 30.0, 1e4])),
+    "angle": (lambda x: (x.angle(), torch.angle(torch.complex(x, x + 1))), ODD[:, :2]),
     "own dtype": (lambda x: (x.lgamma(), torch.logit(x, eps=0.1)), SHORT),
     "no axes": (lambda x: (x.var(()), torch.std(x, dim=[]), *torch.var_mean(x, dim=())), FLOATS),
     "norm": (lambda x: (torch.linalg.vector_norm(x, 0, 1), torch.linalg.vector_norm(x, dim=())), FLOATS),
     "norm in float32": (lambda x: torch.linalg.vector_norm(x, dim=1, dtype=torch.float32), SHORT),
     "put": (lambda x: x.put(torch.tensor([0, -1, 0]), torch.tensor([1.0, 2.0, 3.0]), accumulate=True), FLOATS),
+    "take_along_dim": (lambda x: torch.take_along_dim(x, torch.tensor([[9, -1], [-6, 2]]), 1), FLOATS),
     "slice_scatter": (lambda x: torch.slice_scatter(x, torch.ones(2, 1), -1, 1, 2), FLOATS),
     "diagonal_scatter": (lambda x: torch.diagonal_scatter(x, torch.ones(2), 0, -2, -1), FLOATS),
     "scatter of a number": (lambda x: x.scatter(1, PLACES, 2.0, reduce="multiply"), FLOATS),
     "sums of truth values": (lambda x: (x + x, x + True, x.sign(), x.index_add(0, PLACES[1], x)), BYTES > 5),
     "added truth values": (lambda x: x.scatter_add(1, PLACES, x[:, :2]), BYTES > 5),
+    "reduced truth values": (lambda x: _scattered(x), BYTES > 5),
     "repeats": (lambda x: torch.repeat_interleave(x, torch.tensor([1, 2]), 0, output_size=3), FLOATS),
     "addmv without its sum": (lambda x: torch.addmv(x[:, 0] * NAN, x, x[0], beta=0), FLOATS),
+    "parts at places": (lambda x: torch.tensor_split(x, x[0].long().abs()[:2].clamp(max=2), 1), FLOATS),
     "hardtanh": (lambda x: F.hardtanh(x, -0.5, 0.5), LARGE),
     "bincount": (lambda x: torch.bincount(x, x), torch.tensor([1, 3, 1])),
     "logdet": (lambda x: torch.logdet(x), torch.tensor([[0.0, 1.0], [1.0, 0.0]])),
@@ -71,6 +84,11 @@ CASES = {
     "a traced one": (lambda x: (x * x.float().mean(), torch.maximum(x, x.float().sum())), SHORT),
     "of a higher kind": (lambda x: (x + torch.tensor(0.5), x + torch.tensor(1, dtype=torch.int8)), LARGE % 9),
 }
+
+
+def _scattered(x):
+    reduced = [x.scatter_reduce(1, PLACES, x[:, 1:], "amax", include_self=kept) for kept in (True, False)]
+    return [*reduced, x.scatter_reduce(1, PLACES, x[:, 1:], "sum"), x.scatter_reduce(1, PLACES, x[:, 1:], "prod")]
 
 
 def _normalized(norm, x):
@@ -114,11 +132,79 @@ def test_numbers_are_drawn_anew_and_from_the_range():
     assert (exact == 1).all()
 
 
+def test_a_generator_is_followed():
+    def run(x, generator):
+        return [torch.rand(4, generator=generator, device=x.device), x.new_empty(4).normal_(generator=generator)]
+
+    generator = torch.Generator().manual_seed(3)
+    first, second = (torch.stack(_arrays(lambda x: run(x, generator), FLOATS)) for _ in range(2))
+    generator.manual_seed(3)
+    assert torch.equal(torch.stack(_arrays(lambda x: run(x, generator), FLOATS)), first)
+    assert not torch.equal(first, second)
+
+
+def test_rows_have_draws_of_their_own():
+    weights = torch.tensor([0.0, 1.0, 3.0, 0.0]).expand(4000, 4)
+    several, one, heads = _arrays(
+        lambda x: [torch.multinomial(x, 2), torch.multinomial(x, 1, replacement=True), torch.bernoulli(x, 0.25)],
+        weights,
+    )
+    assert set(several.flatten().tolist()) == set(one.flatten().tolist()) == {1, 2}
+    assert (several[:, 0] != several[:, 1]).all()
+    for drawn in (several[:, 0], one[:, 0]):
+        assert abs((drawn == 2).float().mean() - 0.75) < 0.03
+    assert heads.dtype == weights.dtype and abs(heads.mean() - 0.25) < 0.02
+
+
+_FAR = torch.tensor([9])
+REFUSED = {
+    "mean of integers": lambda x: LARGE.to(x.device).add(x.long()[0]).mean(),
+    "var of integers": lambda x: x.long().var(),
+    "softmax of integers": lambda x: x.long().softmax(-1),
+    "a number beyond an axis": lambda x: x[2],
+    "one from its end": lambda x: x[..., -5],
+    "a step backwards": lambda x: x[:, ::-1],
+    "index": lambda x: x[_FAR],
+    "index of two axes": lambda x: x[PLACES[:1, 0], _FAR],
+    "written index": lambda x: x.__setitem__(_FAR, 1.0),
+    "index_put": lambda x: x.index_put((_FAR,), torch.tensor(1.0)),
+    "index_select": lambda x: x.index_select(0, torch.tensor([-1])),
+    "gather": lambda x: x.gather(1, _FAR[None]),
+    "gather of a longer shape": lambda x: x.gather(0, torch.zeros(2, 5, dtype=torch.long)),
+    "take": lambda x: x.take(_FAR),
+    "put": lambda x: x.put(_FAR, torch.tensor([1.0])),
+    "embedding": lambda x: F.embedding(_FAR, x),
+    "one_hot": lambda x: F.one_hot(x.long() + 3, 2),
+    "scatter": lambda x: x.scatter(1, _FAR[None], 1.0),
+    "scatter_add": lambda x: x.scatter_add(1, _FAR[None], x[:1, :1]),
+    "scatter_reduce": lambda x: x.scatter_reduce(1, -_FAR[None], x[:1, :1], "sum"),
+    "index_add": lambda x: x.index_add(0, _FAR, x[:1]),
+    "index_copy": lambda x: x.index_copy(0, _FAR, x[:1]),
+    "division by 0": lambda x: x.long() // 0,
+    "remainder by 0": lambda x: x.long() % torch.zeros(4, dtype=torch.long),
+    "floats into integers": lambda x: x.long().add_(1.5),
+    "a quotient into integers": lambda x: x.long().div_(2),
+    "difference of truth values": lambda x: (x > 0) - (x > 1),
+    "kthvalue": lambda x: x.kthvalue(5),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_pytorch_refuses_is_an_error(name):
+    weights, extracted = extract_jax(Module(REFUSED[name]))
+    errors = (RuntimeError, IndexError, ValueError, ZeroDivisionError)
+    with pytest.raises(errors):
+        REFUSED[name](FLOATS.clone())
+    with pytest.raises(errors, match="expected"):
+        extracted(weights, (FLOATS.clone(),))
+
+
 @pytest.mark.parametrize(
     ("function", "message"),
     [
         (lambda x: F.embedding(torch.tensor([0]), x, max_norm=1.0), "expected no max_norm"),
         (lambda x: x.int() ** -1, "exponent of at least 0"),
+        (lambda x: F.interpolate(x.byte()[None, None], (3, 3), mode="bilinear"), "interpolate: expected floats"),
         (lambda x: x.chalf(), "torch.complex32: expected a dtype that JAX has"),
     ],
 )
