@@ -55,7 +55,7 @@ def with_last_row(reference: Callable[..., tuple[jax.Array, jax.Array]]) -> Call
 
 
 class Chunks(NamedTuple):
-    """Chunks of at most `size` tokens, none over a border of segments; not of single tokens.
+    """Chunks of at most `size` tokens of some segments, none over a border of segments.
 
     Attributes:
         num: int32[].
@@ -74,9 +74,10 @@ class Chunks(NamedTuple):
     is_last: jax.Array
 
     @classmethod
-    def of(cls, segments: Segments, num_tokens: int, size: int) -> Chunks:
-        """Returns the chunks of a row of `num_tokens`."""
-        counts = -(-jnp.where(segments.is_single, 0, segments.lens) // size)
+    def of(cls, segments: Segments, num_tokens: int, size: int, left_out: jax.Array | None = None) -> Chunks:
+        """Returns the chunks of a row of `num_tokens`, but for segments ``left_out[R]``: single tokens if None."""
+        left_out = segments.is_single if left_out is None else left_out
+        counts = -(-jnp.where(left_out, 0, segments.lens) // size)
         ends = jnp.cumsum(counts)
         index = jnp.arange(num_tokens // size + min(len(segments.read), num_tokens), dtype=jnp.int32)
         segment = jnp.minimum(num_at_most(ends, index), len(segments.read) - 1)

@@ -27,6 +27,7 @@ from thorough import thorough
 
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.ops import registry, use
+from model_adapters.ops.cpu import ffi
 from model_adapters.ops.segments import Segments
 
 IMPLEMENTATIONS = ("reference", "cpu-ffi")
@@ -40,13 +41,13 @@ EACH_PAIR = pytest.mark.parametrize(
 
 
 @functools.cache
-def compiled(name, implementation, dtype="float32"):
+def compiled(name, implementation, dtype="float32", is_invariant=False):
     """The layer and its step, compiled once for all tests that have the same shapes."""
     layer = LAYERS[name](dtype)
     run = layer.jitted()
 
     def call(tokens, pool, segments):
-        with use(layer.op, implementation):
+        with use(layer.op, implementation), ffi.batch_invariant(is_invariant):
             return run(tokens, pool, segments)
 
     return layer, call
@@ -140,7 +141,7 @@ def test_narrow_inputs_are_rounded_once(name, dtype, implementation):
     [*((name, "cpu-ffi") for name in LAYERS), *(thorough(*pair) for pair in ON_GPUS.items())],
 )
 def test_bits_depend_neither_on_the_batch_nor_on_cuts(name, implementation, dtype):
-    layer, run = compiled(name, implementation, dtype)
+    layer, run = compiled(name, implementation, dtype, is_invariant=implementation == "gpu-triton")
     rng = np.random.default_rng(2)
     tokens, others = layer.tokens(rng, 90), layer.tokens(rng, 100)
     out, pool = run(padded(tokens), empty_pool(layer), table([0, 90], [2], [2], [False], [0]))

@@ -142,7 +142,7 @@ def _paged_attention(dtype: Any, size: int) -> KernelCase:
     return KernelCase(call, (*_tokens(dtype, sum(new)), pool, table, lens, ends))
 
 
-_LENS = (1, 20, 1, 10)
+_LENS = (1, 40, 1, 10)
 """Tokens of the sequences that recurrent layers get: prompts and single tokens."""
 
 

@@ -12,10 +12,14 @@ import jax.numpy as jnp
 
 from model_adapters.ops import registry
 from model_adapters.ops.gated_delta_rule import OP, unit
-from model_adapters.ops.gpu import token_steps
+from model_adapters.ops.gpu import chunk_states, token_steps
+from model_adapters.ops.gpu.chunk_pairs import ChunkOperands
 from model_adapters.ops.gpu.launch import NAME
 from model_adapters.ops.gpu.token_steps import COLUMNS, ROWS, SCALAR, Operand
 from model_adapters.ops.segments import Segments
+
+MAX_KEYS = 128
+"""Most rows of a state that chunks are computed of."""
 
 
 def _update(
@@ -44,16 +48,22 @@ def gated_delta_rule(
     *,
     is_normed: bool,
 ) -> tuple[jax.Array, jax.Array]:
-    """Computes single tokens and prompts by one kernel, in place."""
-    queries, keys = q.astype(jnp.float32), k.astype(jnp.float32)
+    """Computes few tokens of a sequence one by one and many in chunks, in place."""
+    queries, keys, g = (x.astype(jnp.float32) for x in (q, k, g))
     if is_normed:
         queries, keys = unit(queries), unit(keys)
+    queries = queries * q.shape[2] ** -0.5
     operands = [
-        Operand(queries * q.shape[2] ** -0.5, ROWS),
+        Operand(queries, ROWS),
         Operand(keys, ROWS),
         Operand(v, COLUMNS),
-        Operand(jnp.exp(g.astype(jnp.float32)), SCALAR if g.ndim == 2 else ROWS),
+        Operand(jnp.exp(g), SCALAR if g.ndim == 2 else ROWS),
         Operand(beta, SCALAR),
     ]
     out = jax.ShapeDtypeStruct(v.shape, v.dtype)
-    return token_steps.run_tokens("gated_delta_rule", _update, operands, out, pool, segments, summed=0)
+    is_long = chunk_states.long_sequences(segments, v.shape[0], pool.shape[2], most=MAX_KEYS)
+    made, pool = token_steps.run_tokens(OP, _update, operands, out, pool, segments, summed=0, without=is_long)
+    if is_long is None:
+        return made, pool
+    given = ChunkOperands(queries, keys, v, g, beta, is_delta=True)
+    return chunk_states.run_chunks(OP, given, made, pool, segments, is_long, summed=0)

@@ -11,11 +11,15 @@ import jax
 import jax.numpy as jnp
 
 from model_adapters.ops import registry
-from model_adapters.ops.gpu import token_steps
+from model_adapters.ops.gpu import chunk_states, token_steps
+from model_adapters.ops.gpu.chunk_pairs import ChunkOperands
 from model_adapters.ops.gpu.launch import NAME
 from model_adapters.ops.gpu.token_steps import COLUMNS, ROWS, SCALAR, Operand
 from model_adapters.ops.segments import Segments
 from model_adapters.ops.state_space import OP, time_steps
+
+MAX_STATES = 256
+"""Most columns of a state that chunks are computed of."""
 
 
 def _update(
@@ -44,15 +48,20 @@ def state_space(
     *,
     dt_limit: tuple[float, float],
 ) -> tuple[jax.Array, jax.Array]:
-    """Computes single tokens and prompts by one kernel, in place."""
+    """Computes few tokens of a sequence one by one and many in chunks, in place."""
     steps = time_steps(dt, dt_bias, dt_limit)
-    decays = jnp.exp(steps * a.astype(jnp.float32))
+    logs = steps * a.astype(jnp.float32)
     skip = jnp.broadcast_to(0.0 if d is None else d.astype(jnp.float32), steps.shape)
     operands = [
         Operand(x, ROWS),
         Operand(b, COLUMNS),
         Operand(c, COLUMNS),
-        *(Operand(each, SCALAR) for each in (steps, decays, skip)),
+        *(Operand(each, SCALAR) for each in (steps, jnp.exp(logs), skip)),
     ]
     out = jax.ShapeDtypeStruct(x.shape, x.dtype)
-    return token_steps.run_tokens("state_space", _update, operands, out, pool, segments, summed=1)
+    is_long = chunk_states.long_sequences(segments, x.shape[0], pool.shape[3], most=MAX_STATES)
+    made, pool = token_steps.run_tokens(OP, _update, operands, out, pool, segments, summed=1, without=is_long)
+    if is_long is None:
+        return made, pool
+    given = ChunkOperands(c, b, x, logs, steps, skip)
+    return chunk_states.run_chunks(OP, given, made, pool, segments, is_long, summed=1)

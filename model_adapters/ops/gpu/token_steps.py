@@ -2,9 +2,9 @@
 
 A program has a sequence, one of its heads, and a part of that head's state that depends on no other part. It reads the
 part from the row of the pool that the sequence begins with, keeps it in registers over all tokens of the sequence, and
-writes it where a segment ends. So single tokens take the time of their states' memory; prompts have the same numbers,
-bit for bit, however they are cut and whatever else is in the row. Vectors of the next token are read while one is
-computed.
+writes it where a segment ends. So single tokens take the time of their states' memory; a sequence has the same numbers,
+bit for bit, however it is cut and whatever else is in the row. Vectors of the next token are read while one is
+computed. Long sequences may be left to `chunk_states`.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from jax.experimental.pallas import triton as plgpu
 from model_adapters.ops import registry
 from model_adapters.ops.gpu.launch import MIN_ROWS
 from model_adapters.ops.gpu.split_kv import round_up_to_power
+from model_adapters.ops.gpu.state_parts import Part, SegmentTable, StatePart
 from model_adapters.ops.segments import Segments
 from model_adapters.ops.state_pool import over_trailing
 
@@ -62,60 +63,31 @@ def unsupported_reason(pool: jax.Array, summed: int) -> str | None:
 
 
 @dataclass(frozen=True)
-class _Part:
-    """Rows or columns of a state that a program has: their numbers, and which of them there are."""
-
-    index: jax.Array
-    mask: jax.Array
-
-    @classmethod
-    def of(cls, begin: Any, size: int, end: int) -> _Part:
-        index = begin + lax.iota(jnp.int32, size)
-        return cls(index, index < end)
-
-
-@dataclass(frozen=True)
 class _Program:
-    """The state that a program has, and how it reads and writes.
+    """What a program has, and how it reads vectors.
 
     Attributes:
-        head: Its head.
+        state: Its part of a head's states.
         heads: Heads of the pool.
-        parts: Rows and columns.
         axes: Of the operands.
     """
 
-    head: Any
+    state: StatePart
     heads: int
-    parts: tuple[_Part, _Part]
     axes: tuple[int | None, ...]
 
     def vectors(self, refs: Sequence[Any], token: Any) -> tuple[jax.Array, ...]:
         """Reads what a token brings along, in float32, as it multiplies a state."""
         made = []
         for ref, axis in zip(refs, self.axes, strict=True):
-            head = self.head // (self.heads // ref.shape[1])
+            head = self.state.head // (self.heads // ref.shape[1])
             if axis is None:
                 made.append(ref[token, head].astype(jnp.float32))
                 continue
-            part = self.parts[axis]
+            part = self.state.parts[axis]
             at = ref.at[token, head, part.index]
             made.append(plgpu.load(at, mask=part.mask, other=jnp.zeros((), ref.dtype)).astype(jnp.float32))
         return tuple(made)
-
-    def _there(self, pool: Any, row: Any) -> tuple[Any, jax.Array]:
-        rows, columns = self.parts
-        return pool.at[row, self.head, rows.index[:, None], columns.index[None]], rows.mask[:, None] & columns.mask
-
-    def read(self, pool: Any, row: Any) -> jax.Array:
-        """Reads the state of a row; zeros if it is below zero."""
-        at, mask = self._there(pool, jnp.maximum(row, 0))
-        return plgpu.load(at, mask=mask & (row >= 0), other=0.0)
-
-    def write(self, pool: Any, row: Any, state: jax.Array) -> None:
-        """Writes the state of a row, unless it is below zero."""
-        at, mask = self._there(pool, jnp.maximum(row, 0))
-        plgpu.store(at, state, mask=mask & (row >= 0))
 
 
 def _kernel(program: _Program, update: Update, summed: int, refs: Sequence[Any]) -> None:
@@ -129,40 +101,25 @@ def _kernel(program: _Program, update: Update, summed: int, refs: Sequence[Any])
     first = pl.program_id(0)
     end_segment = first + counts[first]
     begin, end = cu[first], cu[end_segment]
-    given = program.parts[1 - summed]
+    part = program.state
+    given = part.parts[1 - summed]
 
     def of_token(token: Any, carry: Any) -> Any:
         state, vectors = carry
         following = program.vectors(operands, jnp.minimum(token + 1, end - 1))
         state, made = update(state, *vectors)
-        plgpu.store(out.at[token, program.head, given.index], made.astype(out.dtype), mask=given.mask)
+        plgpu.store(out.at[token, part.head, given.index], made.astype(out.dtype), mask=given.mask)
         return state, following
 
     def of_segment(segment: Any, carry: Any) -> Any:
         carry = lax.fori_loop(cu[segment], cu[segment + 1], of_token, carry)
-        program.write(new_pool, write[segment], carry[0])
+        part.write(new_pool, write[segment], carry[0])
         return carry
 
     @pl.when(begin < end)
     def _has_tokens() -> None:
-        carry = program.read(pool, read[first]), program.vectors(operands, begin)
+        carry = part.read(pool, read[first]), program.vectors(operands, begin)
         lax.fori_loop(first, end_segment, of_segment, carry)
-
-
-def _table(segments: Segments, num_rows: int) -> tuple[jax.Array, ...]:
-    """Returns where segments begin, rows to read and to write, and how many follow each.
-
-    Rows are -1 where nothing is held or a state is dropped. A count is that of a sequence's segments
-    for its first one, whose program goes through them, and 0 for the others.
-    """
-    number = jnp.arange(len(segments.read))
-    has_tokens = segments.lens > 0
-    last = jnp.max(jnp.where(segments.is_same_sequence, number, -1), axis=1)
-    is_first = has_tokens & ~jnp.any(segments.is_same_sequence & (number < number[:, None]), axis=1)
-    read = jnp.where(segments.held, segments.read, -1)
-    is_kept = has_tokens & (segments.write < num_rows - segments.drops_last)
-    counts = jnp.where(is_first, last - number + 1, 0)
-    return segments.cu, read, jnp.where(is_kept, segments.write, -1), counts.astype(jnp.int32)
 
 
 def run_tokens(
@@ -174,8 +131,9 @@ def run_tokens(
     segments: Segments,
     *,
     summed: int,
+    without: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Runs `update` over all tokens of all segments.
+    """Runs `update` over all tokens of all segments, or of some.
 
     Args:
         name: Of the kernel.
@@ -185,6 +143,7 @@ def run_tokens(
         pool: ``float32[rows, H, K, V]``, updated in place if donated.
         segments: Of the T tokens.
         summed: Axis of a state that results are sums over; the other one is divided among programs.
+        without: bool[R], segments of sequences that are left out; their results may be anything.
 
     Returns:
         The results, zeros behind the last segment, and the pool.
@@ -192,14 +151,17 @@ def run_tokens(
     _, heads, *sizes = pool.shape
     sum_len = round_up_to_power(sizes[summed])
     width = min(round_up_to_power(sizes[1 - summed]), max(MIN_ROWS // 2, WARP_NUMBERS // sum_len))
-    table = _table(segments, pool.shape[0])
+    table = SegmentTable.of(segments, pool.shape[0])
+    if without is not None:
+        table = table._replace(counts=jnp.where(without, 0, table.counts))
     arrays = [*table, *(each.array for each in operands), pool]
     axes = tuple(each.axis for each in operands)
 
     def body(*refs: Any) -> None:
-        parts = [_Part.of(0, sum_len, sizes[summed])] * 2
-        parts[1 - summed] = _Part.of(pl.program_id(2) * width, width, sizes[1 - summed])
-        _kernel(_Program(pl.program_id(1), heads, (parts[0], parts[1]), axes), update, summed, refs)
+        parts = [Part.of(0, sum_len, sizes[summed])] * 2
+        parts[1 - summed] = Part.of(pl.program_id(2) * width, width, sizes[1 - summed])
+        state = StatePart(pl.program_id(1), (parts[0], parts[1]))
+        _kernel(_Program(state, heads, axes), update, summed, refs)
 
     numbers = math.prod(pool.shape[1:])  # of a row
     cost = pl.CostEstimate(
