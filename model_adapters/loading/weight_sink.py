@@ -99,7 +99,7 @@ class DevicePlacement:
         return self._bounded(put(array, place)) if isinstance(place, Format) else array
 
     def _place(self, name: str) -> Sharding | Format | None:
-        """Returns where an expert's weight is placed on the default device; None: not otherwise than others."""
+        """Returns where an expert's weight is placed on the default device; None: as others are."""
         return inputs_first(SingleDeviceSharding(jax.local_devices()[0])) if name in self._experts else None
 
     def _as_stored(self, name: str, tensor: QuantizedTensor) -> Weight:

@@ -23,7 +23,7 @@ from model_adapters.ops.sparse_attention import (
     rows_at,
     to_width,
 )
-from model_adapters.ops.spmd import heads_on_each_device, whole_on_each_device
+from model_adapters.ops.spmd import heads_on_each_device, replicated_on_mesh
 
 SUPPORTED_ARGS = frozenset({"window", "sinks"})
 """Fields of `AttentionArgs` that `compressed_attention` takes."""
@@ -34,7 +34,7 @@ def num_completed(num_tokens: int, num_seqs: int, rate: int) -> int:
     return min(num_tokens, num_tokens // rate + num_seqs)
 
 
-@whole_on_each_device
+@replicated_on_mesh
 def last_rows_of_blocks(
     pool: jax.Array, rows: PackedRows, num_tokens: int, rate: int, count: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -62,7 +62,7 @@ def last_rows_of_blocks(
     return jnp.where((places >= 0)[..., None], found, 0), seq, at
 
 
-@whole_on_each_device
+@replicated_on_mesh
 def write_entries(
     entries: jax.Array, pool: jax.Array, rows: PackedRows, seqs: jax.Array, positions: jax.Array
 ) -> jax.Array:

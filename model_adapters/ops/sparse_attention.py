@@ -30,7 +30,7 @@ from model_adapters.ops.kv_pool import (
 )
 from model_adapters.ops.paged_attention import block_len, by_block, padded
 from model_adapters.ops.row_pages import write_token_rows
-from model_adapters.ops.spmd import heads_on_each_device, whole_on_each_device
+from model_adapters.ops.spmd import heads_on_each_device, replicated_on_mesh
 
 MAX_BATCH_BYTES = 64 << 20  # of what is gathered for queries that are computed at a time
 PART_LEN = 4096  # positions that are scored at a time, of as many as the longest sequence has
@@ -76,7 +76,7 @@ class PackedRows:
         return positions // self.page_size * pool.shape[2] + positions % self.page_size // self.row_len
 
 
-@whole_on_each_device
+@replicated_on_mesh
 def write_index_keys(keys: jax.Array, pool: jax.Array, rows: PackedRows) -> jax.Array:
     """Returns the pool of an indexer with the keys of the new tokens; in place if donated.
 
@@ -93,7 +93,7 @@ def write_index_keys(keys: jax.Array, pool: jax.Array, rows: PackedRows) -> jax.
     return write_token_rows(pool, rows.page_table, seqs, positions, to_width(keys[:, None].astype(pool.dtype), pool))
 
 
-@whole_on_each_device
+@replicated_on_mesh
 def take_tokens(
     q: jax.Array,
     weights: jax.Array,
@@ -181,7 +181,7 @@ def take_blocks(q: jax.Array, pool: jax.Array, rows: PackedRows, *, num_blocks: 
     return jnp.concatenate([inside, jnp.where(last < seen, last, NO_TOKEN)], axis=1)
 
 
-@whole_on_each_device
+@replicated_on_mesh
 def last_rows(pool: jax.Array, rows: PackedRows, num_tokens: int, count: int) -> jax.Array:
     """Returns what the last `count` tokens have, each new token's own last, ``[T, count, W]``.
 
@@ -192,7 +192,7 @@ def last_rows(pool: jax.Array, rows: PackedRows, num_tokens: int, count: int) ->
     return rows_at(pool, rows.page_table[seqs], places)
 
 
-@whole_on_each_device
+@replicated_on_mesh
 def write_block_keys(keys: jax.Array, pool: jax.Array, rows: PackedRows, block_size: int) -> jax.Array:
     """Returns the pool with the keys of blocks, in the places of new tokens that complete them.
 

@@ -139,7 +139,7 @@ SpecOf = Callable[[tuple[Any, ...], jax.Array], PartitionSpec]
 
 
 def _run_by_shards(function: Callable[..., Any], args: tuple[Any, ...], spec_of: SpecOf, out_specs: Any) -> Any:
-    """Runs `function` on each device's part of the arrays in `args`, whose other leaves are as they are.
+    """Runs `function` on each device's part of the arrays in `args`; other leaves stay.
 
     `spec_of` tells of an array at a path of the arguments how it is divided.
     """
@@ -155,8 +155,8 @@ def _run_by_shards(function: Callable[..., Any], args: tuple[Any, ...], spec_of:
     return per_shard(one_shard, tuple(leaf for _, leaf in arrays.values()), specs, out_specs)
 
 
-def whole_on_each_device(function: Function) -> Function:
-    """Decorates a function whose arrays are the same on all devices of a mesh: each computes all of it.
+def replicated_on_mesh(function: Function) -> Function:
+    """Decorates a function of arrays that are on all devices of a mesh: each computes all of it.
 
     XLA would divide what is in its loops, so that devices exchange in each turn, and pools that it returns.
     """
@@ -173,7 +173,9 @@ def whole_on_each_device(function: Function) -> Function:
 
 
 def heads_on_each_device(names: tuple[str, ...]) -> Callable[[Function], Function]:
-    """Decorates attention ``(q, k, ...) -> (out, pool)`` that is no op: each device of a mesh computes its heads.
+    """Decorates attention that is no op: each device of a mesh computes its heads.
+
+    It takes queries and keys first, and returns its output and the pool.
 
     `names` are those of `shard_by_heads`.
     """

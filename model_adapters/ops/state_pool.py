@@ -75,7 +75,10 @@ class Chunks(NamedTuple):
 
     @classmethod
     def of(cls, segments: Segments, num_tokens: int, size: int, left_out: jax.Array | None = None) -> Chunks:
-        """Returns the chunks of a row of `num_tokens`, but for segments ``left_out[R]``: single tokens if None."""
+        """Returns the chunks of a row of `num_tokens`, without segments ``left_out[R]``.
+
+        None leaves out single tokens.
+        """
         left_out = segments.is_single if left_out is None else left_out
         counts = -(-jnp.where(left_out, 0, segments.lens) // size)
         ends = jnp.cumsum(counts)

@@ -1,4 +1,6 @@
-"""What tokens of a chunk give each other, before any state is known: all chunks of a row at the same time, on GPUs.
+"""What tokens of a chunk give each other before any state is known, on GPUs.
+
+All chunks of a row are computed at the same time.
 
 A chunk's results depend on its state only by products with it. Everything else is computed here, by a program for each
 chunk and head: how much each query reads of what each token adds, and, for the delta rule, the solution of the
@@ -58,9 +60,9 @@ def terms_of(x: jax.Array) -> Terms:
 
 
 def times(x: jax.Array | Terms, y: jax.Array | Terms, contract: tuple[int, int] = (1, 0)) -> jax.Array:
-    """Returns the product of two float32 matrices over an axis of each, as six of bfloat16, the smallest first.
+    """Returns the product of two float32 matrices over an axis of each.
 
-    Interpreted, bfloat16 is multiplied as float32, which gives the same.
+    It is six of bfloat16, the smallest first. Interpreted, bfloat16 is multiplied as float32, which gives the same.
     """
     over = (((contract[0],), (contract[1],)), ((), ()))
     dtype, precision = (jnp.bfloat16, None) if registry.platform() == "gpu" else (jnp.float32, lax.Precision.HIGHEST)
@@ -78,7 +80,7 @@ def times(x: jax.Array | Terms, y: jax.Array | Terms, contract: tuple[int, int] 
 
 @dataclass(frozen=True)
 class ChunkOperands:
-    """What chunks are computed of; H heads of states are groups of those of queries and keys.
+    """What chunks are computed of; H heads are groups of those of keys.
 
     Attributes:
         q: ``[T, Hk, K]``, what reads a state.
@@ -144,13 +146,13 @@ class Tokens:
         return self._read(ref, part).astype(jnp.float32)
 
     def terms(self, ref: Any, part: Part) -> Terms:
-        """Reads terms ``[C, n]`` of ``[T, heads, width]``, or those of ``bfloat16[terms, T, heads, width]``."""
+        """Reads terms ``[C, n]`` of ``[T, heads, width]`` or of an array of terms."""
         if len(ref.shape) == 3:
             return terms_of(self._read(ref, part))
         return [self._read(ref, part, i) for i in range(ref.shape[0])]
 
     def write(self, ref: Any, part: Part, values: jax.Array) -> None:
-        """Writes ``values[C, n]`` to ``[T, H, width]``, or to ``bfloat16[terms, T, H, width]``."""
+        """Writes ``values[C, n]`` to ``[T, H, width]`` or to an array of terms."""
         at, mask = (self.token[:, None], self.head, part.index[None]), self.mask[:, None] & part.mask[None]
         if len(ref.shape) == 3:
             plgpu.store(ref.at[at], values.astype(ref.dtype), mask=mask)
@@ -163,13 +165,13 @@ class Tokens:
         plgpu.store(ref.at[self.token, self.head], values.astype(ref.dtype), mask=self.mask)
 
     def before(self, distance: Any, mask: jax.Array) -> Tokens:
-        """Returns the tokens that are `distance` in front of these, where ``mask[C]`` says so."""
+        """Returns the tokens `distance` in front of these, where ``mask[C]`` says so."""
         mask = self.mask & mask
         return Tokens(jnp.where(mask, self.token - distance, 0), mask, self.head, self.heads)
 
 
 def _is_between_halves(size: int, width: int) -> jax.Array:
-    """Returns which of ``[size, size]`` have their row in the second half and their column in the first one of a block.
+    """Returns where rows are in the second and columns in the first half of a block.
 
     Halves have `width`. Rows and columns are compared as vectors: matrices of both would take registers.
     """
@@ -178,7 +180,7 @@ def _is_between_halves(size: int, width: int) -> jax.Array:
 
 
 def _sums_behind(g: jax.Array, size: int) -> jax.Array:
-    """Returns the sum of ``g[C, n]`` over the tokens behind each one, up to a multiple of `size`.
+    """Returns sums of ``g[C, n]`` over the tokens behind each, to a multiple of `size`.
 
     A difference of two sums from the beginning would lose the digits of a small one behind a large one.
     """
@@ -188,14 +190,14 @@ def _sums_behind(g: jax.Array, size: int) -> jax.Array:
 
 
 def _decays_between(g: jax.Array) -> jax.Array:
-    """Returns how much is left at each token of what each one at or before it has added, ``[C, C]``; g is ``[C]``."""
+    """Returns what is left at each token of earlier ones, ``[C, C]`` of ``g[C]``."""
     row, column = (lax.broadcasted_iota(jnp.int32, (g.shape[0], g.shape[0]), axis) for axis in (0, 1))
     sums = jnp.cumsum(jnp.where(row > column, g[:, None], 0.0), axis=0)  # over the tokens behind `column` until `row`
     return jnp.where(row >= column, jnp.exp(sums), 0.0)
 
 
 def _pairs_by_column(x: jax.Array, read: Callable[[Any, jax.Array], tuple[jax.Array, jax.Array]]) -> jax.Array:
-    """Returns rows of x times the keys at and before each as they have decayed by column, ``[C, C]``.
+    """Returns rows of x times the keys up to each, decayed by column, ``[C, C]``.
 
     The decay between two tokens differs by column, so it is no factor of a product. It is one of both operands: a token
     has decayed from the last token of a half of a block on, a key until there. Both factors are at most 1, which those
@@ -259,7 +261,7 @@ def inverse(system: jax.Array) -> jax.Array:
 
 
 def _pairs(operands: ChunkOperands, tokens: Tokens, of_keys: Any, refs: Sequence[Any]) -> jax.Array:
-    """Returns what queries read of what tokens add, or what keys do if `of_keys` is 1."""
+    """Returns what queries, or keys if `of_keys` is 1, read of what tokens add."""
     q, k, g = refs
     size, by_head = tokens.token.shape[0], len(g.shape) == 2
     most = KEY_COLUMNS if by_head else KEY_COLUMNS // 4
@@ -281,11 +283,11 @@ def _pairs(operands: ChunkOperands, tokens: Tokens, of_keys: Any, refs: Sequence
 
 
 class Pairs(NamedTuple):
-    """What is known of all chunks without their states, by token and head; nothing of tokens without a chunk.
+    """What is known of chunks without their states; nothing of tokens without a chunk.
 
     Attributes:
         within: ``bfloat16[terms, T, H, C]``, how much each query reads of what each token of its chunk adds.
-        whole: ``float32[N, H, K or 1]``, the decay over each chunk.
+        over_chunk: ``float32[N, H, K or 1]``, the decay over each chunk.
         until: Decays from the beginning of a chunk until each token, ``float32[T, H]``; those by column with the query,
             which is multiplied with them here, ``bfloat16[terms, T, H, K]``.
         since: Decays behind each token until the end of a chunk, those by column with the key.
@@ -295,7 +297,7 @@ class Pairs(NamedTuple):
     """
 
     within: jax.Array
-    whole: jax.Array
+    over_chunk: jax.Array
     until: jax.Array
     since: jax.Array
     known: jax.Array | None = None
@@ -307,11 +309,11 @@ def _write_decays(
 ) -> None:
     """Writes the decays of a chunk, those by column with what they multiply."""
     q, k, g = refs
-    whole, until, since = outs
+    over_chunk, until, since = outs
     size = tokens.token.shape[0]
     if len(g.shape) == 2:
         decays = tokens.numbers(g)
-        whole[chunk, tokens.head, 0] = jnp.exp(jnp.sum(decays))
+        over_chunk[chunk, tokens.head, 0] = jnp.exp(jnp.sum(decays))
         tokens.write_numbers(until, jnp.exp(jnp.cumsum(decays)))
         row, column = (lax.broadcasted_iota(jnp.int32, (size, size), axis) for axis in (0, 1))
         tokens.write_numbers(since, jnp.exp(jnp.sum(jnp.where(row > column, decays[:, None], 0.0), axis=0)))
@@ -320,7 +322,7 @@ def _write_decays(
     def of_part(index: Any, _: None) -> None:
         part = operands.key_part(index, KEY_COLUMNS // 2)
         decays = tokens.vectors(g, part)
-        plgpu.store(whole.at[chunk, tokens.head, part.index], jnp.exp(jnp.sum(decays, axis=0)), mask=part.mask)
+        plgpu.store(over_chunk.at[chunk, tokens.head, part.index], jnp.exp(jnp.sum(decays, axis=0)), mask=part.mask)
         tokens.write(until, part, tokens.vectors(q, part) * jnp.exp(jnp.cumsum(decays, axis=0)))
         tokens.write(since, part, tokens.vectors(k, part) * jnp.exp(_sums_behind(decays, size)))
 
@@ -387,7 +389,7 @@ def _run(
 
 
 def pairs_of(name: str, operands: ChunkOperands, chunks: Chunks, size: int) -> Pairs:
-    """Returns what is computed of all `chunks`, of at most `size` tokens, without their states."""
+    """Returns what is computed of chunks of at most `size` tokens without states."""
     num_tokens, heads, width = operands.v.shape
     dim, by_head, is_delta = operands.k.shape[2], operands.g.ndim == 2, operands.is_delta
 
@@ -397,9 +399,9 @@ def pairs_of(name: str, operands: ChunkOperands, chunks: Chunks, size: int) -> P
     def in_float32(*shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, jnp.float32)
 
-    whole = in_float32(len(chunks.begin), heads, 1 if by_head else dim)
+    over_chunk = in_float32(len(chunks.begin), heads, 1 if by_head else dim)
     decays = in_float32(num_tokens, heads) if by_head else in_terms(dim)
-    all_decays = [whole, decays, decays]
+    all_decays = [over_chunk, decays, decays]
 
     def of_pairs(numbers: tuple[Any, Any], tokens: Tokens, refs: Sequence[Any]) -> None:
         (chunk, of_keys), part = numbers, Part.of(0, size, size)

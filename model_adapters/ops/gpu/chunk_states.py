@@ -1,4 +1,4 @@
-"""States of long sequences of a packed row on GPUs, chunk by chunk, through Pallas' Triton lowering.
+"""States of long sequences of a packed row on GPUs, chunk by chunk, through Triton.
 
 A program has a sequence, one of its heads, and some columns of that head's state that depend on no others. It reads
 them from the row of the pool that the sequence begins with, keeps them in registers over all chunks, and writes them
@@ -39,7 +39,7 @@ States = tuple[jax.Array, ...]
 
 
 def long_sequences(segments: Segments, num_tokens: int, dim: int, *, most: int) -> jax.Array | None:
-    """Returns which segments are of sequences that are computed in chunks, bool[R]; None if there can be none.
+    """Returns which segments go in chunks, bool[R]; None if there can be none.
 
     There can be none in a row of at most one token a segment, as decode steps are, nor with states of more rows, `dim`,
     than registers hold, `most`. All sequences go token by token where sums may not depend on a row.
@@ -53,7 +53,7 @@ def long_sequences(segments: Segments, num_tokens: int, dim: int, *, most: int) 
 
 
 @dataclass(frozen=True)
-class _Program:
+class _ColumnsProgram:
     """What a program has: some columns of a head's state ``[K, V]``, in parts of its keys.
 
     Attributes:
@@ -87,12 +87,12 @@ class _Program:
                 StatePart(self.head, (keys, self.columns)).write(pool, row, state)
 
     def chunk(self, number: Any, begin: Any, end: Any, states: States, out: Any) -> States:
-        """Computes chunk `number`, of the tokens from `begin` on that are in front of `end`.
+        """Computes chunk `number`, of the tokens from `begin` on in front of `end`.
 
         Returns the states behind it.
         """
         q, k, v, factor, skip, *pairs = self.refs
-        within, whole, until, since, *solved = pairs
+        within, over_chunk, until, since, *solved = pairs
         place = begin + lax.iota(jnp.int32, CHUNK_LEN)
         tokens = Tokens(place, place < end, self.head, self.heads)
         by_head = len(until.shape) == 2
@@ -114,15 +114,15 @@ class _Program:
         behind = []
         for keys, state in zip(self.keys, states, strict=True):
             if by_head:
-                left = state * whole[number, self.head, 0]
+                left = state * over_chunk[number, self.head, 0]
             else:
-                decays = plgpu.load(whole.at[number, self.head, keys.index], mask=keys.mask, other=0.0)
+                decays = plgpu.load(over_chunk.at[number, self.head, keys.index], mask=keys.mask, other=0.0)
                 left = state * decays[:, None]
             behind.append(left + times(tokens.terms(k if by_head else since, keys), new, (0, 0)))
         return tuple(behind)
 
 
-def _kernel(program: _Program, table: Sequence[Any], pool: Any, out: Any, new_pool: Any) -> None:
+def _kernel(program: _ColumnsProgram, table: Sequence[Any], pool: Any, out: Any, new_pool: Any) -> None:
     """Computes all segments of one sequence; the loops carry the state."""
     firsts, cu, read, write, counts, first_chunks = table
     first = firsts[pl.program_id(0)]
@@ -145,7 +145,7 @@ def _kernel(program: _Program, table: Sequence[Any], pool: Any, out: Any, new_po
 
 
 def _table(segments: Segments, is_long: jax.Array, num_rows: int, num_tokens: int) -> list[jax.Array]:
-    """Returns what programs read: the first segments of long sequences, as many as there may be, and of R segments.
+    """Returns what programs read: first segments of long sequences, and of R segments.
 
     These are where they begin, the rows that they read and write, how many of its sequence follow each first one, and
     the number of their first chunk.
@@ -198,7 +198,7 @@ def run_chunks(
         columns = Part.of(pl.program_id(2) * num_columns, num_columns, width)
         parts = [operands.key_part(index) for index in range(operands.num_key_parts())]
         tokens, (pool, out, new_pool) = refs[len(table) : -4], refs[-3:]
-        program = _Program(tokens, pl.program_id(1), heads, parts, columns, is_turned=summed == 1)
+        program = _ColumnsProgram(tokens, pl.program_id(1), heads, parts, columns, is_turned=summed == 1)
         _kernel(program, refs[: len(table)], pool, out, new_pool)
 
     numbers = num_tokens * heads * operands.k.shape[2]

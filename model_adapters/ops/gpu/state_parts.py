@@ -1,4 +1,4 @@
-"""Parts of states that programs of GPU kernels have, and the segments of each sequence of a packed row."""
+"""Parts of states that programs of GPU kernels have, and segments of sequences."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Part:
 
 @dataclass(frozen=True)
 class StatePart:
-    """The part of a head's states that a program has, and how it reads and writes it.
+    """The part of a head's states that a program has, and how it is read and written.
 
     Attributes:
         head: Its head.
