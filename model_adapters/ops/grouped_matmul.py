@@ -168,4 +168,5 @@ def streamed(x: jax.Array, weight: jax.Array, group_sizes: jax.Array, *, layout:
     return ffi.differentiable(kernel, same)(x, weight, group_sizes)
 
 
+registry.register_module(OP, "gpu", "model_adapters.ops.gpu")
 spmd.leave_to_partitioner(OP, reference)

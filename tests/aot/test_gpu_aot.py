@@ -4,11 +4,16 @@ Needs XLA's plug-in for CUDA and NVIDIA's compilers, which ``gpu_compile.NEEDED`
 """
 
 import dataclasses
+import functools
 import re
 
+import jax
+import jax.numpy as jnp
 import pytest
-from gpu_compile import Shape, compile_call
+from gpu_compile import Shape, compile_call, kernels, mesh, options
+from jax.sharding import NamedSharding, PartitionSpec
 
+from model_adapters.ops import grouped_matmul, on_platform
 from model_adapters.ops.gpu.split_kv import num_splits
 
 # From jax 0.11 on; that the lowering is still there is what these tests are about.
@@ -125,6 +130,33 @@ def test_pages_in_8_bits_on_an_h100(shape, num_tokens, tmp_path):
 def test_prefill_uses_the_products_of_whole_warp_groups(tmp_path):
     report = compile_call(Shape(num_tokens=2048), tmp_path)
     assert any(name.startswith("wgmma") for name in report.kernels["paged_attention"].instructions)
+
+
+@pytest.mark.parametrize("gpu", ["h100", "h200"])
+@pytest.mark.parametrize(
+    ("rows", "weight", "layout"),
+    [
+        (64, (128, 1536, 2048), "enk"),
+        (16384, (128, 1536, 2048), "enk"),
+        (16384, (128, 2048, 768), "enk"),
+        (64, (32, 2880, 5760), "ekn"),
+    ],
+)
+def test_experts(rows, weight, layout, gpu, tmp_path):
+    """Nothing is copied, and products of many rows are those of warp groups."""
+    sharding = NamedSharding(mesh(gpu), PartitionSpec())
+    shapes = (rows, weight[1 if layout == "ekn" else 2]), weight
+    given = [jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=sharding) for shape in shapes]
+    sizes = jax.ShapeDtypeStruct(weight[:1], jnp.int32, sharding=sharding)
+    with on_platform("gpu"):
+        traced = jax.jit(functools.partial(grouped_matmul, layout=layout)).trace(*given, sizes)
+        compiled = traced.lower(lowering_platforms=("cuda",)).compile(options(tmp_path))
+    assert compiled.memory_analysis().temp_size_in_bytes < 1e5
+    kernel = kernels(tmp_path, "grouped_matmul")["grouped_matmul"]
+    assert kernel.spill_bytes == 0 and kernel.shared_bytes <= SHARED_BYTES
+    assert "cp.async.cg.shared.global" in kernel.instructions
+    product = "wgmma" if rows > 1000 else "mma.sync"
+    assert any(name.startswith(product) for name in kernel.instructions)
 
 
 MOSAIC = (

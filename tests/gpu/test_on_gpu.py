@@ -12,7 +12,7 @@ from ops_oracle import assert_close
 from paged_oracle import exact_paged, paged_case
 from test_gpu_kernels import LONG, MIXED, as_bits, check_decode, run
 
-from model_adapters.ops import AttentionArgs, decode_attention, paged_attention
+from model_adapters.ops import AttentionArgs, decode_attention, grouped_matmul, paged_attention
 from torchax_serve import EngineOptions, SamplingParams, serve, to_jax
 
 NEW = 24
@@ -139,3 +139,19 @@ def test_generate_is_a_drop_in(dtype):
     assert np.abs(got - expected).max() < bound * np.abs(expected).max()
     if dtype == torch.float32:
         assert model.generate(ids, do_sample=False, max_new_tokens=NEW).tolist() == tokens.tolist()
+
+
+@pytest.mark.parametrize("layout", ["ekn", "enk"])
+@pytest.mark.parametrize("num_rows", [64, 4096])
+def test_products_of_experts_are_those_of_each(num_rows, layout):
+    """Against a product for each expert; a few have no rows."""
+    num_experts, num_in, num_out = 64, 1024, 512
+    x = on_device(0, jnp.bfloat16, num_rows, num_in)
+    weight = on_device(1, jnp.bfloat16, num_experts, num_in, num_out) / num_in**0.5
+    sizes = np.random.default_rng(0).multinomial(num_rows - 5, np.repeat([0, 1 / 48, 0], [8, 48, 8]))
+    laid = weight if layout == "ekn" else jnp.swapaxes(weight, 1, 2)
+    found = jax.jit(grouped_matmul, static_argnames="layout")(x, laid, jnp.asarray(sizes, jnp.int32), layout=layout)
+    rows, matrices = (np.asarray(each.astype(jnp.float32)) for each in (x, weight))
+    ends = np.cumsum(sizes)
+    wanted = [rows[end - size : end] @ matrices[n] for n, (end, size) in enumerate(zip(ends, sizes, strict=True))]
+    assert_close(found, np.concatenate([*wanted, np.zeros((5, num_out))]))
