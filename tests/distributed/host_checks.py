@@ -78,12 +78,18 @@ def tokens_of(served):
     return [*rows, *served.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0).tolist()]
 
 
-def tokens(served):
-    with serve(model_of(), engine=OPTIONS) as alone:
-        wanted = tokens_of(alone)
+def same_answers(served, action, answers):
+    """Returns the tokens of `answers` of a model, which are those of the same on one device."""
+    with serve(model_of(action), engine=OPTIONS) as alone:
+        wanted = answers(alone)
     assert len({token for row in wanted for token in row}) > 6, wanted
-    got = tokens_of(served)
+    got = answers(served)
     assert got == wanted, f"{got} is not {wanted}"
+    return got
+
+
+def tokens(served):
+    same_answers(served, "tokens", tokens_of)
     in_8_bits(served)
     with_drafts(served)
     refused(served)
@@ -98,11 +104,7 @@ def recurrent(served):
         rows = [ids[:30], [*ids[:28], 7], ids[:30], PROMPTS[0]]
         return [list(model.iter_tokens(each, DECODING[0])) for each in rows]
 
-    with serve(model_of("recurrent"), engine=OPTIONS) as alone:
-        wanted = answers(alone)
-    assert len({token for row in wanted for token in row}) > 6, wanted
-    got = answers(served)
-    assert got == wanted, f"{got} is not {wanted}"
+    same_answers(served, "recurrent", answers)
     assert served.stats().scheduler.num_hit_tokens > 0
     assert "per-sequence" not in served.engine.description
     for pool in served.engine._runner._cache.pools:
@@ -120,11 +122,7 @@ def sparse(served, action):
         rows = [handle.result() for handle in model.engine.submit_all(requests)]
         return [*rows, list(model.iter_tokens(PROMPTS[1][:-3], DECODING[0]))]
 
-    with serve(model_of(action), engine=OPTIONS) as alone:
-        wanted = answers(alone)
-    assert len({token for row in wanted for token in row}) > 6, wanted
-    got = answers(served)
-    assert got == wanted, f"{got} is not {wanted}"
+    same_answers(served, action, answers)
     assert served.stats().scheduler.num_hit_tokens > 0
     assert "not packed" not in served.engine.description
     print("same tokens", served.engine.description)
@@ -138,11 +136,7 @@ def per_sequence(served):
         requests = [engine_request(ids, config, seed=7) for ids, config in zip(rows, DECODING, strict=False)]
         return [handle.result() for handle in model.engine.submit_all(requests)]
 
-    with serve(model_of("per_sequence"), engine=OPTIONS) as alone:
-        wanted = answers(alone)
-    assert len({token for row in wanted for token in row}) > 6, wanted
-    got = answers(served)
-    assert got == wanted, f"{got} is not {wanted}"
+    got = same_answers(served, "per_sequence", answers)
     assert served.stats().num_steps < sum(map(len, got))  # rows side by side
     cache = served.engine._runner._cache
     assert cache.pools
