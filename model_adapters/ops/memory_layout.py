@@ -45,9 +45,15 @@ def inputs_first(sharding: Sharding) -> Sharding | Format:
     return Format(INPUTS_FIRST, sharding) if device.platform in PLATFORMS else sharding
 
 
-def put(array: Any, place: Sharding | Format | None) -> jax.Array:
-    """Returns a copy of `array` at a place of `inputs_first` or `place_of`."""
-    return remembered(jax.device_put(array, place, may_alias=False), place)
+def put(array: Any, place: Sharding | Format | None, *, may_alias: bool = False) -> jax.Array:
+    """Returns `array` at a place of `inputs_first` or `place_of`.
+
+    Args:
+        array: On the host or on a device.
+        place: Where it is to lie.
+        may_alias: Whether an array that lies there already is taken as it is, and not copied.
+    """
+    return remembered(jax.device_put(array, place, may_alias=may_alias and not isinstance(place, Format)), place)
 
 
 def remembered(array: jax.Array, place: Sharding | Format | None) -> jax.Array:

@@ -67,6 +67,23 @@ def test_tokens_are_those_of_eager_pytorch(is_object, on_cpu, tmp_path):
         assert {array.format.layout.major_to_minor for array in experts_of(served).values()} == {(0, 2, 1)}
 
 
+@pytest.mark.parametrize("weights", ["safetensors", "orbax"])
+@torch.no_grad()
+def test_a_bundle_has_them_so(weights, on_cpu, tmp_path):
+    if weights == "orbax":
+        pytest.importorskip("orbax.checkpoint", reason="Orbax is an extra")
+    model = tiny()
+    wanted = eager(model)
+    with serve(model, engine=OPTIONS) as served:
+        served.export(tmp_path / "bundle", engine=OPTIONS, weights=weights, native=False)
+    with serve(tmp_path / "bundle", engine=OPTIONS) as served:
+        assert tokens(served) == wanted
+        stored = served._recorded.weights
+        layouts = {name: array.format.layout.major_to_minor for name, array in stored.items() if ".experts." in name}
+    assert len(layouts) == 4
+    assert set(layouts.values()) == {(0, 2, 1)}
+
+
 def test_names_and_places():
     """Only what is [experts, out, in] is named, and only TPUs have it so."""
     mixture = transformers.GraniteMoeHybridConfig(

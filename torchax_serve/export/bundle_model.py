@@ -148,16 +148,14 @@ def load_bundle(
 
 def _stored(manifest: Manifest, variant: Mapping[str, Any], name: str, num_replicas: int) -> StoredModel:
     """Returns what a model that writes text is made of, its weights on the devices."""
-    weights, names, content = read_weights(manifest)
     shardings = [BundleSharding.of(manifest["mesh"], replica) for replica in range(num_replicas)]
+    sharding = shardings[0] if num_replicas > 1 or manifest["mesh"] is not None else None
+    weights, names, content = read_weights(manifest, sharding)
     exported = ExportedPrograms(manifest, variant, names)
     replicas = tuple(
-        StoredReplica(each.divided(weights, names), ExecutableCache(mesh=each.mesh, exported=exported), each)
+        StoredReplica(read_weights(manifest, each)[0], ExecutableCache(mesh=each.mesh, exported=exported), each)
         for each in shardings[1:]
     )
-    sharding = shardings[0] if replicas or manifest["mesh"] is not None else None
-    if sharding is not None:
-        weights, content = sharding.divided(weights, names), None
 
     def load() -> NoReturn:
         raise UnsupportedModelError(

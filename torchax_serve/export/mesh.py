@@ -11,10 +11,8 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from model_adapters.errors import UnsupportedModelError
-from model_adapters.ops.compressed_weight import Weight
 from model_adapters.ops.spmd import pool_spec, recurrent_spec, state_spec
 from torchax_serve.distributed.mesh import mesh_of
-from torchax_serve.start.weights_file import TensorNames, assembled
 
 
 def described_mesh(tensors: Mapping[str, jax.Array]) -> dict[str, Any] | None:
@@ -82,17 +80,6 @@ class BundleSharding:
         """Returns the sharding of recurrent states ``[rows, channels or heads, ...]``."""
         return NamedSharding(self.mesh, recurrent_spec(shape, self.mesh))
 
-    def divided(self, weights: Mapping[str, Weight], names: TensorNames) -> dict[str, Weight]:
-        """Returns the weights with each device's part on it.
-
-        Args:
-            weights: Weights by qualified name, on one device.
-            names: Names of the tensors of each weight.
-        """
-        tensors: dict[str, jax.Array] = {}
-        for name, tree in names.items():
-            for tensor, array in zip(jax.tree.leaves(tree), jax.tree.leaves(weights[name]), strict=True):
-                if tensor not in tensors:
-                    spec = PartitionSpec(*self.specs.get(tensor, ()))
-                    tensors[tensor] = jax.device_put(array, NamedSharding(self.mesh, spec))
-        return assembled(names, tensors)
+    def of_tensor(self, name: str) -> NamedSharding:
+        """Returns the sharding of a tensor of the weights."""
+        return NamedSharding(self.mesh, PartitionSpec(*self.specs.get(name, ())))

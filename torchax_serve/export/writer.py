@@ -18,6 +18,7 @@ from model_adapters.loading import LoadedModel
 from model_adapters.ops import registry
 from model_adapters.ops.compressed_weight import CompressedWeight, Weight, Weights, unpacked
 from model_adapters.ops.cpu import build, ffi
+from model_adapters.ops.memory_layout import experts_by_output
 from model_adapters.ops.quantized_weight import QuantizedWeight
 from torchax_serve import __version__
 from torchax_serve.engine.factory import memory_budget
@@ -25,6 +26,7 @@ from torchax_serve.engine.options import EngineOptions
 from torchax_serve.export.layout import (
     ENGINE_SIZES,
     GENERATION_CONFIG,
+    INPUTS_FIRST,
     MODULE,
     TEMPLATE,
     TEXTS,
@@ -124,7 +126,7 @@ def export_model(loaded: LoadedModel, runtime: ModelRuntime, out: Path, request:
             "tokenizer": _described_tokenizer(record),
             "engine": {name: getattr(sizes, name) for name in ENGINE_SIZES},
             "mesh": described_mesh(tensors),
-            **_written(new.folder, tensors, programs, request, targets, exporter.export),
+            **_written(new.folder, tensors, programs, request, targets, exporter.export, loaded.module),
         }
         _write_texts(new.folder, loaded, record)
         return new.completed(write_manifest(new.folder, content))
@@ -163,7 +165,13 @@ def _export_texts(
             "mesh": None,
             TEXTS: exporter.described(),
             **_written(
-                new.folder, tensors, programs, request, targets, lambda target: exporter.export(target, programs)
+                new.folder,
+                tensors,
+                programs,
+                request,
+                targets,
+                lambda target: exporter.export(target, programs),
+                loaded.module,
             ),
         }
         if tokenizer is not None:
@@ -202,7 +210,13 @@ def export_module(exporter: ModuleExporter, out: Path, request: ExportRequest) -
             "mesh": None,
             MODULE: described,
             **_written(
-                new.folder, tensors, programs, request, targets, lambda target: exporter.export(target, programs)
+                new.folder,
+                tensors,
+                programs,
+                request,
+                targets,
+                lambda target: exporter.export(target, programs),
+                runtime.module,
             ),
         }
         return new.completed(write_manifest(new.folder, content))
@@ -215,8 +229,10 @@ def _written(
     request: ExportRequest,
     targets: Sequence[ExportTarget],
     export: Callable[[ExportTarget], dict[str, Any]],
+    module: Any,
 ) -> dict[str, Any]:
     """Writes kernels, programs and weights; returns their parts of the manifest."""
+    experts = experts_by_output(module)
     return {
         "native": _write_native(folder) if any(_is_native(target) for target in targets) else None,
         "variants": {target.name: export(target) for target in targets},
@@ -224,6 +240,7 @@ def _written(
             "format": request.weights,
             "files": write_weights(folder, tensors, request.weights),
             "names": described_weights(programs.names),
+            INPUTS_FIRST: sorted(experts.intersection(tensors)),
         },
     }
 

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import json
 import mmap
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import ml_dtypes
 import numpy as np
+from jax.experimental.layout import Format
+from jax.sharding import Sharding, SingleDeviceSharding
 
 from model_adapters.device_arrays import XLA_CPU_ALIGNMENT
 from model_adapters.ops.compressed_weight import Weight, Weights
+from model_adapters.ops.memory_layout import put
 
 _DTYPES = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
@@ -140,12 +143,15 @@ def _pieces(header: bytes, arrays: Mapping[str, np.ndarray]) -> Iterator[bytes |
         yield b"\0" * (_padded(array.nbytes) - array.nbytes)
 
 
-def mapped(path: Path, names: TensorNames) -> tuple[dict[str, Weight], np.ndarray]:
+def mapped(
+    path: Path, names: TensorNames, place: Callable[[str], Sharding | Format] | None = None
+) -> tuple[dict[str, Weight], np.ndarray]:
     """Returns the weights by name, over the mapped file, and its content, uint8[n].
 
     Args:
         path: The file.
         names: Weights by qualified name, as names of tensors.
+        place: Says where the tensor of a name is to lie; None: on this process's first device.
 
     Raises:
         OSError: the file cannot be mapped, or is not the one that was written.
@@ -161,14 +167,14 @@ def mapped(path: Path, names: TensorNames) -> tuple[dict[str, Weight], np.ndarra
         raise OSError(f"{path} has no header of safetensors") from error
     if len(memory) < begin + max(ends, default=0):
         raise OSError(f"{path} is too short")
-    device = jax.local_devices()[0]
+    first_device = SingleDeviceSharding(jax.local_devices()[0])
 
-    def array_of(entry: Mapping[str, Any]) -> jax.Array:
+    def array_of(name: str, entry: Mapping[str, Any]) -> jax.Array:
         first, end = entry["data_offsets"]
         array = content[begin + first : begin + end].view(_DTYPES[entry["dtype"]]).reshape(entry["shape"])
-        return jax.device_put(array, device, may_alias=True)
+        return put(array, first_device if place is None else place(name), may_alias=True)
 
-    tensors = {name: array_of(entry) for name, entry in entries.items() if not name.startswith(PADDING)}
+    tensors = {name: array_of(name, entry) for name, entry in entries.items() if not name.startswith(PADDING)}
     try:
         return assembled(names, tensors), content
     except LookupError as error:
