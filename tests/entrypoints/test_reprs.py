@@ -15,6 +15,7 @@ from torchax_serve import (
     ServedModel,
     SpeechModel,
     TextStream,
+    TorchaxServeError,
     UnsupportedArgumentError,
 )
 from torchax_serve.scheduler import SpeculativeConfig
@@ -37,7 +38,10 @@ def test_model_tells_name_type_dtype_device_and_engine():
         )
         model.stream("Gemma is", GREEDY).close()
         assert repr(model) == f"{shown[:-1]}, engine: {model.engine.description}>"
+        module = model.torch_model
     assert repr(model) == shown.partition(", on ")[0] + ", closed>"
+    with pytest.raises(TorchaxServeError, match="this one was closed; call serve"):
+        module(torch.tensor([[1, 2]]))
 
 
 def test_model_without_an_engine_says_so(served):

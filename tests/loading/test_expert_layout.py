@@ -76,6 +76,7 @@ def test_a_bundle_has_them_so(weights, on_cpu, tmp_path):
     wanted = eager(model)
     with serve(model, engine=OPTIONS) as served:
         served.export(tmp_path / "bundle", engine=OPTIONS, weights=weights, native=False)
+    assert eager(model) == wanted  # the object runs on JAX from its own tensors once that is closed
     with serve(tmp_path / "bundle", engine=OPTIONS) as served:
         assert tokens(served) == wanted
         stored = served._recorded.weights

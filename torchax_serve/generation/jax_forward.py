@@ -14,7 +14,9 @@ import jax
 import torch
 from transformers.utils import ModelOutput
 
+from model_adapters.bridge.views import named_tensors
 from model_adapters.caches.device_cache import DeviceCache
+from model_adapters.errors import TorchaxServeError
 from model_adapters.jax_settings import programs_run
 from model_adapters.program.call_signature import TensorOutput, cache_field_of
 from model_adapters.program.model_program import CallSpec
@@ -38,6 +40,10 @@ def following(runtime: ModelRuntime) -> Iterator[None]:
         yield
         return
     with programs_run():
+        if not runtime.weights:  # freed by `close`: an object has its own tensors, and runs on JAX again
+            if any(tensor.is_meta for tensor in named_tensors(runtime.program.module).values()):
+                raise TorchaxServeError("expected a model that is served, this one was closed; call serve() again")
+            runtime.refresh()
         check_surroundings()
         runtime.follow_module()
         check_evaluates(runtime.program.module)
