@@ -51,7 +51,7 @@ def main():
             f"{seconds:5.0f} s  {name:44} {result.status:10} {result.executor or '':12} {result.error or ''}",
             flush=True,
         )
-    (ROOT / "docs" / "models.md").write_text(models_page.document())
+    models_page.write(ROOT)
 
 
 if __name__ == "__main__":

@@ -59,7 +59,7 @@ def main():
     )
     passed = sum(result.status == "passed" for result in results.values())
     print(f"{passed} of {len(results)} pass, {time.monotonic() - began:.0f} s")
-    (ROOT / "docs" / "models.md").write_text(models_page.document())
+    models_page.write(ROOT)
 
 
 if __name__ == "__main__":

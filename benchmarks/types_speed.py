@@ -194,7 +194,7 @@ def write_pages(options: argparse.Namespace) -> None:
     found = pages.Results.of(rows.newest(rows.read(options.results).values()))
     speed_table.write(pages.about(found), pages.columns(found))
     docs = FOLDER.parent / "docs"
-    (docs / "models.md").write_text(models_page.document())
+    models_page.write(FOLDER.parent)
     pages.draw(options.results.parent, docs / "pictures")
     (docs / "performance.md").write_text(page(options.results.parent))
 

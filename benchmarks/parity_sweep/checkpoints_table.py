@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 
 from model_adapters.loading.short_names import SHORT_NAMES
+from parity_sweep.page_section import Section, inline
 from torchax_serve.parity.result import PASSED, Result
 
 _EQUAL_SCORES = (
@@ -83,8 +84,8 @@ def file_name(hub_id: str) -> str:
     return hub_id.replace("/", "--")
 
 
-def section(title: str, results: Mapping[str, Result], describe_tokens: Callable[[Result], str]) -> str:
-    """Formats the section.
+def section(title: str, results: Mapping[str, Result], describe_tokens: Callable[[Result], str]) -> Section:
+    """Returns the section.
 
     Args:
         title: Title of the section.
@@ -97,13 +98,13 @@ def section(title: str, results: Mapping[str, Result], describe_tokens: Callable
     said = _INTRODUCTION.format(
         passed=counts[PASSED], total=total, impossible=counts["impossible"], written=len(WRITTEN & results.keys())
     )
-    lines = [f"## {title}", "", said, ""]
+    lines = [said, ""]
     if rest := [name for name in sorted(results) if results[name].status != PASSED]:
         lines += ["What does not pass:", ""]
         lines += [f"* {_shown(name)} ({results[name].status}). {_cause(name, results[name])}" for name in rest] + [""]
     if without := sorted(name for file, name in short.items() if file not in results):
-        lines += [f"Short names whose files were not available: {', '.join(f'`{name}`' for name in without)}.", ""]
-    lines += [f"| {' | '.join(_HEADINGS)} |", f"|{'---|' * len(_HEADINGS)}"]
+        lines += [f"Short names whose files were not available: {', '.join(f'`{name}`' for name in without)}."]
+    rows = []
     for name in sorted(results):
         result = results[name]
         difference = "" if result.forward_difference is None else f"{result.forward_difference:.0e}"
@@ -111,8 +112,8 @@ def section(title: str, results: Mapping[str, Result], describe_tokens: Callable
         seconds = "" if result.total_s is None else f"{result.total_s:.1f}"
         cells = (short.get(name, ""), result.class_name, result.executor or "", difference, compared)
         mark = " †" if name in WRITTEN else ""
-        lines.append(f"| {' | '.join((_shown(name) + mark, *cells, seconds))} |")
-    return "\n".join(lines) + "\n"
+        rows.append((_shown(name) + mark, *cells, seconds))
+    return Section(title, lines, _HEADINGS, rows)
 
 
 def _shown(name: str) -> str:
@@ -120,5 +121,5 @@ def _shown(name: str) -> str:
 
 
 def _cause(name: str, result: Result) -> str:
-    said = " ".join((result.error or "numbers or tokens differ").split()).replace("|", "\\|").replace("<", "&lt;")
+    said = inline(result.error or "numbers or tokens differ")
     return f"{CAUSES[name]} Said: {said}" if name in CAUSES else said

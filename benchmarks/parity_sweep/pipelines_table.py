@@ -7,6 +7,7 @@ from pathlib import Path
 
 from packaging.version import Version
 
+from parity_sweep.page_section import Section, inline
 from torchax_serve.parity.result import PASSED, Result
 
 SENSITIVE = "sensitive"
@@ -37,8 +38,8 @@ def read() -> tuple[dict[str, str], dict[str, Result]] | None:
     return content["versions"], {name: Result(**fields) for name, fields in content["results"].items()}
 
 
-def section() -> str | None:
-    """Formats the section of docs/models.md about pipelines; None if none has been checked."""
+def section() -> Section | None:
+    """Returns the section of docs/models.md about pipelines; None if none has been checked."""
     found = read()
     if found is None:
         return None
@@ -55,17 +56,15 @@ def section() -> str | None:
     rest = [result for result in results.values() if result.status != PASSED]
     if rest:
         lines += ["What does not pass:", ""]
-        lines += [f"* `{each.model_type}` ({each.status}). {_inline(_reason(each))}" for each in rest]
+        lines += [f"* `{each.model_type}` ({each.status}). {inline(_reason(each))}" for each in rest]
         lines += [""]
-    lines += ["| pipeline | modules on JAX besides text encoders | difference | first call, s |", "|---|---|---|---|"]
+    rows = []
     for name in sorted(results):
         each = results[name]
         difference = "" if each.forward_difference is None else f"{each.forward_difference:.0e}"
         compiled = "" if each.compile_s is None else f"{each.compile_s:.1f}"
-        lines.append(
-            f"| {name} | {each.class_name} | {difference if each.status == PASSED else each.status} | {compiled} |"
-        )
-    return "\n".join(lines) + "\n"
+        rows.append((name, each.class_name, difference if each.status == PASSED else each.status, compiled))
+    return Section("Diffusion pipelines", lines, _HEADINGS, rows)
 
 
 def _reason(result: Result) -> str:
@@ -73,13 +72,8 @@ def _reason(result: Result) -> str:
     return (result.error or "") if said is None else f"{said} The error: {result.error}"
 
 
-def _inline(text: str) -> str:
-    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
-
-
+_HEADINGS = ("pipeline", "modules on JAX besides text encoders", "difference", "first call, s")
 _INTRODUCTION = """\
-## Diffusion pipelines
-
 Pipelines of diffusers, with the tiny random components of diffusers' own tests, in float32 on a CPU. **{passed} of
 the {compared} pipelines that can be compared here pass**; {total} were tried. To pass, the images (videos, sounds,
 embeddings) of `to_jax(pipeline)` are within 1e-3 of eager PyTorch's with the same generator, and a second call gives

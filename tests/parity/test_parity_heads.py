@@ -66,7 +66,7 @@ def test_failures_have_a_cause():
 def test_failure_in_the_section():
     passed, failed = (dataclasses.replace(next(iter(SHIPPED.values())), model_type=name) for name in ("a: x", "b: x"))
     failed = dataclasses.replace(failed, status="failed", error="no | such")
-    lines = heads_table.section({"a: x": passed, "b: x": failed}).splitlines()
+    lines = heads_table.section({"a: x": passed, "b: x": failed}).lines
     assert "* `b: x` (failed). no \\| such" in lines
     assert "| x | 2 | 1 |" in lines
 

@@ -9,6 +9,7 @@ from packaging.version import Version
 
 from model_adapters.loading.short_names import SHORT_NAMES
 from parity_sweep import changed_types, checkpoints_table, models_page
+from parity_sweep.page_section import RESULTS_PAGE
 from torchax_serve.parity.known_failures import NOT_PACKED, OLDER
 from torchax_serve.parity.result import Result
 from torchax_serve.parity.tasks import CAUSAL, CHECKPOINTS, TASKS, all_shipped, shipped
@@ -25,8 +26,9 @@ def test_results_are_of_the_types_that_transformers_has():
         assert Version(installed) < max(map(Version, SWEEPS))
 
 
-def test_document_is_generated_from_the_results():
+def test_documents_are_generated_from_the_results():
     assert (ROOT / "docs" / "models.md").read_text() == models_page.document()
+    assert (ROOT / RESULTS_PAGE).read_text() == models_page.tables()
 
 
 @pytest.mark.parametrize("version", SWEEPS)
@@ -105,6 +107,6 @@ def test_checkpoints_of_short_names_pass_and_written_configurations_are_marked()
     named = [checkpoints_table.file_name(each.hub_id) for each in SHORT_NAMES.values()]
     assert {name: results[name].status for name in named} == dict.fromkeys(named, "passed")
     assert results.keys() >= checkpoints_table.WRITTEN
-    text = checkpoints_table.section("", results, models_page.describe_tokens)
+    text = checkpoints_table.section("", results, models_page.describe_tokens).table()
     marked = {checkpoints_table.file_name(name) for name in re.findall(r"^\| (\S+) † \|", text, re.MULTILINE)}
     assert marked == checkpoints_table.WRITTEN

@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from fetch import MODELS, folder_of
 
 from parity_sweep import real_models
+from parity_sweep.page_section import table_lines
 from torchax_serve import serve
 
 HERE = Path(__file__).parent
@@ -39,7 +40,7 @@ def pytest_terminal_summary(terminalreporter, config):
     findings = config.stash[FINDINGS]
     if findings:
         terminalreporter.section("real models")
-        terminalreporter.write_line(real_models.table(findings))
+        terminalreporter.write_line("\n".join(table_lines(real_models.HEADINGS, real_models.rows(findings))))
     if config.getoption("--write-results") and findings:
         real_models.write(findings)
 
