@@ -59,6 +59,9 @@ def _axes(name: str, shape: tuple[int, ...], hidden_size: int | None) -> tuple[s
     if len(shape) == 3 and shape[1] == 1:  # a convolution by channels
         axes[0] = "state"
         return tuple(axes)
+    if len(shape) > 3:  # a convolution over an image: its channels
+        axes[0] = "columns"
+        return tuple(axes)
     out, inner = shape[-2:]
     stem = name.removesuffix(".weight")
     if len(shape) == 2 and _ROUTER.search(stem) and out <= MAX_ROUTES:

@@ -66,7 +66,6 @@ COMPANIONS = {
     "model_adapters.ops.tpu.query_blocks",
     "model_adapters.quirks.padded_images",
     "model_adapters.quirks.speecht5",
-    "model_adapters.sharding.rule_selection",
     "torchax_serve.cli.chat.completion",
     "torchax_serve.compilation.locations",
     "torchax_serve.compilation.native_calls",

@@ -294,8 +294,9 @@ class ModelProgram:
         """Returns `logits` [..., vocab] without padding columns, replicated on every device."""
         if self.sharding is None:
             return logits
-        if logits.shape[-1] > self.sharding.vocab_size:
-            logits = logits[..., : self.sharding.vocab_size]
+        size = self.sharding.vocab_size
+        if size is not None and logits.shape[-1] > size:
+            logits = logits[..., :size]
         return jax.lax.with_sharding_constraint(logits, self.sharding.replicated())
 
     def run(

@@ -29,7 +29,7 @@ from model_adapters.errors import InvalidArgumentError
 from model_adapters.ops.compressed_weight import Weight, Weights
 from model_adapters.ops.memory_layout import experts_by_output, inputs_first, remembered
 from model_adapters.ops.spmd import on_mesh, pool_spec, recurrent_spec, state_spec
-from model_adapters.sharding.rule_selection import rules_for
+from model_adapters.sharding.rule_selection import input_embeddings, rules_for
 from model_adapters.sharding.sharded_trace import placements_known
 from sharding_rules import HeadCounts, RuleTable, ShardingRuleError, TensorPlacement, place
 from sharding_rules.layout import DimLayout, take
@@ -42,7 +42,7 @@ class ModelSharding:
     Attributes:
         mesh: Mesh with the axes ``data``, ``model`` and ``expert``.
         placed: Placements by tensor name.
-        vocab_size: Number of columns of the logits without padding.
+        vocab_size: Number of columns of the logits without padding; None for a model whose logits are no words.
         config_values: Numbers that model code reads from its configuration and that differ on the mesh.
         attributes: The same for modules: name, attribute, value.
         experts: Names of the experts' weights [experts, out, in], which `memory_layout` places.
@@ -50,7 +50,7 @@ class ModelSharding:
 
     mesh: Mesh
     placed: Mapping[str, TensorPlacement]
-    vocab_size: int
+    vocab_size: int | None
     config_values: Mapping[str, int]
     attributes: tuple[tuple[str, str, int], ...]
     experts: frozenset[str] = frozenset()
@@ -88,12 +88,7 @@ class ModelSharding:
             for name, (number, axis) in before.items()
             if axis in counts and counts[axis] != number and hasattr(config, name)
         }
-        words = module.get_input_embeddings()  # one table, or one for each codebook
-        vocab_size = int(getattr(words, "num_embeddings", None) or config.vocab_size)
-        head = module.get_output_embeddings()
-        if head is not None and hasattr(head, "weight"):
-            vocab_size = int(head.weight.shape[0])
-        return cls(mesh, placed, vocab_size, values, attributes, experts_by_output(module))
+        return cls(mesh, placed, _vocab_size(module, config), values, attributes, experts_by_output(module))
 
     def replicas(self) -> list[ModelSharding]:
         """Returns the same layout for each replica: the devices at one index of the axis ``data``."""
@@ -217,6 +212,17 @@ class ModelSharding:
         finally:
             for owner, name, value in before:
                 setattr(owner, name, value)
+
+
+def _vocab_size(module: PreTrainedModel, config: Any) -> int | None:
+    """Returns the number of logits of a token; None for a model whose logits are no words."""
+    head = module.get_output_embeddings()
+    if head is not None and hasattr(head, "weight"):
+        return int(head.weight.shape[0])
+    if not module.can_generate():
+        return None
+    words = input_embeddings(module)  # one table, or one for each codebook
+    return int(getattr(words, "num_embeddings", None) or config.vocab_size)
 
 
 def part_of(array: Any, dims: Sequence[DimLayout], index: Sequence[slice]) -> np.ndarray:

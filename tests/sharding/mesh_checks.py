@@ -24,6 +24,7 @@ from engine_requests import engine_request
 from head_checks import check_heads
 from safetensors.numpy import save_file
 from start_checks import check_bundles, check_starts
+from task_head_checks import check_task_heads
 from transformers.pytorch_utils import Conv1D
 from weights import draw_matrices
 
@@ -583,6 +584,11 @@ def generate(family, degree):
         assert torch.equal(served.generate(ids, generation_config=config), wanted)
         assert torch.equal(served.generate(ids, **beams), wanted_of_beams)
     print("same ids")
+
+
+def task_head(kind, degrees):
+    """Prints the numbers of devices on which a head's outputs are those of eager PyTorch."""
+    print(*check_task_heads(kind, degrees))
 
 
 def refused(arguments):

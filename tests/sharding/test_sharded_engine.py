@@ -52,6 +52,14 @@ MESHES = [
 ]
 
 
+@pytest.mark.parametrize(
+    "kind",
+    ["wav2vec2", "llama", "mixtral", *(thorough(each) for each in ("vit", "resnet", "segformer", "gpt2"))],
+)
+def test_heads_for_tasks_have_the_outputs_of_pytorch(on_eight, kind):
+    assert on_eight("task_head", kind, [2, 8]) == ["2 8"]
+
+
 @pytest.mark.parametrize(("family", "meshes"), MESHES)
 def test_tokens_are_those_of_one_device(on_eight, family, meshes):
     lines = on_eight("tokens", family, meshes)
