@@ -6,7 +6,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    BertModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    ViTConfig,
+    ViTForImageClassification,
+    ViTImageProcessor,
+    Wav2Vec2Config,
+    Wav2Vec2FeatureExtractor,
+    Wav2Vec2ForCTC,
+)
 from typer.testing import CliRunner
 
 import torchax_serve.parity.verify
@@ -258,3 +270,39 @@ def test_errors_in_16_bits_are_measured_as_documented():
     assert Difference.from_float32("x", ours, exact, np.inf).within
     assert not Difference.from_float32("x", 2 * ours, exact, np.inf).within
     assert not Difference.from_float32("x", torch.full_like(ours, np.nan), exact, 0.01).within
+
+
+def tiny_vit(folder):
+    config = ViTConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48, image_size=16, patch_size=8
+    )
+    torch.manual_seed(0)
+    ViTForImageClassification(config).save_pretrained(folder)
+
+
+def test_model_of_images_reads_noise(tmp_path, break_weight):
+    tiny_vit(tmp_path)
+    result = verify(tmp_path)
+    assert result.passed
+    assert [each.name for each in result.prompt] == ["embedding", "layer 0", "layer 1 and final norm", "logits"]
+    assert (result.prompt_ids, result.cached_step, result.tokens) == ((), (), ())
+    ViTImageProcessor(size={"height": 16, "width": 16}).save_pretrained(tmp_path)
+    break_weight("vit.layers.1.mlp.fc1.weight", 1.1)
+    broken = verify(tmp_path)
+    assert not broken.passed
+    assert broken.first_beyond == "layer 1 and final norm (whole prompt)"
+
+
+def test_model_of_sound_reads_noise(tmp_path):
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 48}
+    convolutions = {"conv_dim": (16, 16), "conv_stride": (5, 4), "conv_kernel": (10, 8), "num_conv_pos_embeddings": 16}
+    model = Wav2Vec2ForCTC(Wav2Vec2Config(**sizes, **convolutions, num_conv_pos_embedding_groups=2, vocab_size=12))
+    model.save_pretrained(tmp_path)
+    assert verify(tmp_path).passed
+    Wav2Vec2FeatureExtractor().save_pretrained(tmp_path)
+    assert verify(tmp_path).passed
+    result = CliRunner().invoke(app, ["verify", str(tmp_path), "--prompt", "text"])
+    assert result.exit_code == 2
+    assert (
+        "--prompt: expected none for Wav2Vec2ForCTC, which reads input_values, got one; leave it out" in result.output
+    )

@@ -188,9 +188,10 @@ def _print_quality(found: Any) -> None:
 
 def _print_tables(result: Any) -> None:
     output = console()
+    read = f"prompt of {len(result.prompt_ids)} tokens" if result.prompt_ids else "input of noise"
     output.print(
         f"{result.model}: {result.architecture}, {result.dtype}, JAX on {result.device} against eager PyTorch "
-        f"(weights: {result.eager_weights})\nprompt of {len(result.prompt_ids)} tokens, {_measure(result)}\n",
+        f"(weights: {result.eager_weights})\n{read}, {_measure(result)}\n",
         markup=False,
     )
     output.print(_layer_table(result))
@@ -216,7 +217,8 @@ def _layer_table(result: Any) -> Any:
 
     table = Table(header_style="bold", title="one forward", title_justify="left")
     table.add_column("")
-    headings = ["whole prompt", "cached step"] if result.cached_step else ["whole prompt"]
+    read = "whole prompt" if result.prompt_ids else "input"
+    headings = [read, "cached step"] if result.cached_step else [read]
     for heading in headings:
         table.add_column(f"{heading}:\n{_headings(result)[0]}", justify="right")
         table.add_column(f"\n{_headings(result)[1]}", justify="right")

@@ -15,7 +15,7 @@ import copy
 import dataclasses
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -31,6 +31,7 @@ from torchax_serve.generation.jax_model import JaxModelMixin, run_on_jax
 from torchax_serve.parity.differences import ERROR_RATIO, Difference, Named, by_name, position_error, within
 from torchax_serve.runtime.eager import EagerReference
 from torchax_serve.runtime.model_runtime import ModelRuntime
+from torchax_serve.tasks.plain_forward import inputs_of_noise
 
 FLOAT32_TOLERANCE = 1e-4
 """Default tolerance in float32, on `Difference.relative`. Two orders of summation stay below 1e-5 on models of a few
@@ -50,7 +51,7 @@ class Verification:
         eager_weights: Source of the eager side's weights.
         tolerance: on `Difference.relative`; None where the error of eager PyTorch in the same dtype is the measure, and
             differences are to eager float32.
-        prompt_ids: Token ids of the prompt.
+        prompt_ids: Token ids of the prompt; empty for a model of images or sound.
         prompt: Differences of embedding, layers and logits for the full prompt in one forward.
         cached_step: The same for the prompt's last token, with a cache that holds the others; empty if the
             model has no cache.
@@ -114,7 +115,8 @@ def verify(
 
     Args:
         model: as for `torchax_serve.serve`; a model object is eager again afterwards.
-        prompt: text, or token ids; None for a text of ours, or random ids where there is no tokenizer.
+        prompt: text, or token ids; None for a text of ours, or random ids where there is no tokenizer, and noise for a
+            model of images or sound.
         new_tokens: Number of greedy tokens to compare; 0 compares only the forward.
         dtype: of weights and computation, on both sides; a model object keeps its own.
         tolerance: on `Difference.relative`, both sides in `dtype`; None for `FLOAT32_TOLERANCE` in float32, and in 16
@@ -140,11 +142,12 @@ def verify(
         raise UnsupportedModelError(
             f"{type(loaded.module).__name__} has an encoder and a decoder; verify compares models of a single stack"
         )
-    ids = _prompt_ids(loaded, prompt)
+    inputs = _inputs(loaded, prompt)
     if tolerance is None and str(loaded.dtype) == "float32":
         tolerance = FLOAT32_TOLERANCE
     from_files = not given and not random_weights
-    sides = _run_sides(loaded, ids, new_tokens, from_files=from_files, in_float32=tolerance is None)
+    sides = _run_sides(loaded, inputs, new_tokens, from_files=from_files, in_float32=tolerance is None)
+    ids = tuple(inputs["input_ids"][0].tolist()) if "input_ids" in inputs else ()
     return _compared(loaded, ids, tolerance, sides)
 
 
@@ -168,7 +171,7 @@ class _Sides(NamedTuple):
 
 
 def _run_sides(
-    loaded: LoadedModel, ids: torch.Tensor, new_tokens: int, *, from_files: bool, in_float32: bool
+    loaded: LoadedModel, inputs: Mapping[str, torch.Tensor], new_tokens: int, *, from_files: bool, in_float32: bool
 ) -> _Sides:
     """Runs the JAX side, then the eager sides; weights from files are held by one at a time."""
     module, eager_class = loaded.module, type(loaded.module)
@@ -182,7 +185,7 @@ def _run_sides(
         cache_name = (
             runtime.program.cache_name if runtime.cache_support.is_supported and module.can_generate() else None
         )
-        ours = _trace(on_jax, ids, new_tokens, cache_name)
+        ours = _trace(on_jax, inputs, new_tokens, cache_name)
         del on_jax, runtime
     finally:
         module.__class__ = eager_class
@@ -195,11 +198,11 @@ def _run_sides(
     else:
         loaded.weights.clear()
         eager, origin = _load_again(loaded), "read anew by from_pretrained"
-    theirs = _trace(eager, ids, new_tokens, cache_name)
+    theirs = _trace(eager, inputs, new_tokens, cache_name)
     exact = None
     if in_float32:
         widened = (copy.deepcopy(eager) if is_object else eager).float()
-        exact = _trace(widened, ids, new_tokens, cache_name, forced=theirs.tokens)
+        exact = _trace(widened, inputs, new_tokens, cache_name, forced=theirs.tokens)
     return _Sides(ours, theirs, exact, origin)
 
 
@@ -214,6 +217,18 @@ def _load_again(loaded: LoadedModel) -> PreTrainedModel:
             local_files_only=True,
         )
     return eager.eval()
+
+
+def _inputs(loaded: LoadedModel, prompt: str | Sequence[int] | None) -> Mapping[str, torch.Tensor]:
+    """Returns arguments of the forward: a prompt, or an image or sound of noise."""
+    if loaded.module.main_input_name == "input_ids":
+        return {"input_ids": _prompt_ids(loaded, prompt)}
+    if prompt is not None:
+        raise InvalidArgumentError(
+            f"prompt: expected none for {type(loaded.module).__name__}, which reads {loaded.module.main_input_name}, "
+            "got one; leave it out"
+        )
+    return inputs_of_noise(loaded)
 
 
 def _prompt_ids(loaded: LoadedModel, prompt: str | Sequence[int] | None) -> torch.Tensor:
@@ -241,11 +256,19 @@ def _prompt_ids(loaded: LoadedModel, prompt: str | Sequence[int] | None) -> torc
 
 @torch.no_grad()
 def _trace(
-    model: Any, ids: torch.Tensor, new_tokens: int, cache_name: str | None, *, forced: Sequence[int] = ()
+    model: Any,
+    inputs: Mapping[str, torch.Tensor],
+    new_tokens: int,
+    cache_name: str | None,
+    *,
+    forced: Sequence[int] = (),
 ) -> _LayerTrace:
     """Returns the trace of a transformers `model`, eager or on JAX; it must choose `forced`."""
-    prompt = _tensors_of_output(model(input_ids=ids, output_hidden_states=True, return_dict=True))
+    given = {name: each.to(model.dtype) if each.is_floating_point() else each for name, each in inputs.items()}
+    prompt = _tensors_of_output(model(**given, output_hidden_states=True, return_dict=True))
     step: dict[str, torch.Tensor] = {}
+    if (ids := inputs.get("input_ids")) is None:
+        return _LayerTrace(prompt, step, (), ())
     if cache_name is not None and ids.shape[1] > 1:
         first = model(input_ids=ids[:, :-1], use_cache=True, return_dict=True)
         kwargs = {cache_name: first[cache_name], "use_cache": True, "output_hidden_states": True, "return_dict": True}
@@ -296,7 +319,7 @@ def _tensors_of_output(output: Any) -> dict[str, torch.Tensor]:
     return found
 
 
-def _compared(loaded: LoadedModel, ids: torch.Tensor, tolerance: float | None, sides: _Sides) -> Verification:
+def _compared(loaded: LoadedModel, ids: tuple[int, ...], tolerance: float | None, sides: _Sides) -> Verification:
     ours, theirs = sides.ours, sides.theirs
     pairs = zip(ours.tokens, theirs.tokens, strict=True)
     parted = next((index for index, (a, b) in enumerate(pairs) if a != b), None)
@@ -316,7 +339,7 @@ def _compared(loaded: LoadedModel, ids: torch.Tensor, tolerance: float | None, s
         device=jax.devices()[0].device_kind,
         eager_weights=sides.origin,
         tolerance=tolerance,
-        prompt_ids=tuple(ids[0].tolist()),
+        prompt_ids=ids,
         prompt=parts[0],
         cached_step=parts[1],
         steps=parts[2],
