@@ -198,6 +198,16 @@ def use(op: str, implementation: str) -> Iterator[None]:
         _CHOSEN.reset(token)
 
 
+@contextlib.contextmanager
+def use_references() -> Iterator[None]:
+    """Selects the reference for calls of all ops traced inside the block."""
+    token = _CHOSEN.set({op.name: REFERENCE for op in list_ops()})
+    try:
+        yield
+    finally:
+        _CHOSEN.reset(token)
+
+
 _RECORDS: dict[int, set[tuple[str, str]]] = {}
 """By the id of the object: two records may be equal."""
 

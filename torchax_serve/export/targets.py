@@ -48,8 +48,7 @@ class ExportTarget:
         """
         with contextlib.ExitStack() as stack:
             if not self.uses_kernels:
-                for op in registry.list_ops():
-                    stack.enter_context(registry.use(op.name, registry.REFERENCE))
+                stack.enter_context(registry.use_references())
             if self.chip is None or here is not None:
                 yield here
                 return

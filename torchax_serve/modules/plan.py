@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from model_adapters.errors import TorchaxServeError, UnsupportedModelError
+from model_adapters.ops import registry
 from torchax_serve.modules.runtime import ModuleRuntime
 
 
@@ -21,8 +22,8 @@ class ModulePlan:
         argument_bytes: Tensors of the call.
         result_bytes: Tensors of the result.
         temporary_bytes: What the program needs while it runs.
-        flops: Multiplications and additions, by the compiler's count.
-        accessed_bytes: Bytes that its operations read and write, by the compiler's count.
+        flops: Multiplications and additions, by the compiler's count of a program without kernels.
+        accessed_bytes: Bytes that the operations of that program read and write, by the same count.
     """
 
     weight_bytes: int
@@ -52,10 +53,16 @@ def plan_of(runtime: ModuleRuntime, call: tuple[tuple[Any, ...], Mapping[str, An
     """
     args, kwargs = call
     function, arrays = runtime.function_of("forward", args, dict(kwargs))
+
     # The tree of a result has no name for what is no array.
-    leaves = jax.jit(lambda weights, arrays: jax.tree.leaves(function(weights, arrays)))
+    def compiled_program() -> Any:
+        leaves = jax.jit(lambda weights, arrays: jax.tree.leaves(function(weights, arrays)))
+        return leaves.lower(runtime.weights, arrays).compile()
+
     try:
-        compiled = leaves.lower(runtime.weights, arrays).compile()
+        compiled = compiled_program()
+        with registry.use_references():  # the compiler does not look into kernels
+            costs = compiled_program().cost_analysis() or {}
     except (TorchaxServeError, jax.errors.JaxRuntimeError):
         raise
     except Exception as error:  # whatever model code raises for want of values
@@ -64,7 +71,7 @@ def plan_of(runtime: ModuleRuntime, call: tuple[tuple[Any, ...], Mapping[str, An
             f"plan: expected a module whose code does not read the values of tensors, got "
             f"{type(runtime.module).__name__} ({type(error).__name__}: {lines[0][:200]}); leave this part in PyTorch"
         ) from error
-    memory, costs = compiled.memory_analysis(), compiled.cost_analysis() or {}
+    memory = compiled.memory_analysis()
     return ModulePlan(
         weight_bytes=sum({id(each): each.nbytes for each in runtime.weights.values()}.values()),
         argument_bytes=sum(array.nbytes for array in arrays),
