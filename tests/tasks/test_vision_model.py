@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 from transformers import AutoImageProcessor, AutoTokenizer, SamProcessor, pipeline
 
-from torchax_serve import DeadlineError, InvalidArgumentError, UnsupportedModelError, VisionModel, serve
+from torchax_serve import DeadlineError, EngineOptions, InvalidArgumentError, UnsupportedModelError, VisionModel, serve
 from torchax_serve.tasks.batches import run_batches
 
 pytestmark = [
@@ -32,6 +32,27 @@ def assert_same_labels(found, expected):
 def assert_same_boxes(found, expected):
     assert_same_labels(found, expected)
     assert [vars(each.box) for each in found] == [each["box"] for each in expected]
+
+
+def test_bundle_of_a_head(folders, tmp_path):
+    path, eager = folders("vit")
+    pixels = torch.randn(3, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        wanted = eager(pixels).logits.numpy()
+    with serve(path) as served:
+        plan = served.plan()
+        num_weights = sum(each.numel() for each in eager.parameters())
+        assert (plan.weight_bytes, plan.argument_bytes) == (4 * num_weights, 4 * 3 * 32 * 32)
+        products = 16 * 192 * 32 + 2 * 17 * (4 * 32 * 32 + 2 * 32 * 48 + 2 * 17 * 32)  # of patches, and of two layers
+        assert 2 * products < plan.flops < 3 * products  # activations and norms count, too
+        version = served.export(tmp_path / "bundle", engine=EngineOptions(max_num_seqs=4), native=False)
+        with pytest.raises(InvalidArgumentError, match="patches"):
+            served.export(tmp_path / "other", inputs={"patches": pixels.numpy()})
+    with serve(version) as bundle:
+        found = bundle(pixel_values=pixels.numpy())
+    np.testing.assert_allclose(found["logits"], wanted, atol=1e-5)
+    with serve(path, quantization="int8") as served, pytest.raises(UnsupportedModelError, match=r"export: .* dense"):
+        served.export(tmp_path / "quantized")
 
 
 def test_classify_images(folders):

@@ -115,7 +115,8 @@ def export(
             advance=written.append,
         )
     num_bytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    print(f"{folder}: {len(written)} programs, {num_bytes / 1e6:.1f} MB; torchax-serve run {out}")
+    then = "run" if served.writes_text else "bundle info"
+    print(f"{folder}: {len(written)} programs, {num_bytes / 1e6:.1f} MB; torchax-serve {then} {out}")
 
 
 COMMAND = Command(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -125,6 +125,9 @@ class ModuleModel:
         sizes: Mapping[str, Sequence[int]] | None = None,
         platforms: Sequence[str] = ("cpu",),
         weights: Literal["safetensors", "orbax"] = "safetensors",
+        native: bool = True,
+        reference: bool = True,
+        advance: Callable[[int], object] = lambda number: None,
     ) -> Path:
         """Writes weights and programs as a bundle that runs without torch.
 
@@ -139,6 +142,7 @@ class ModuleModel:
                 "batch" are the powers of two up to 32 where it has none.
             platforms: platforms of the programs: ``cpu``, ``tpu:v6e``, ``cuda:h100``; their devices need not be here.
             weights: format of the weights; safetensors are mapped.
+            native, reference, advance: as of `torchax_serve.ServedModel.export`.
 
         Raises:
             UnsupportedModelError: code that reads values of tensors; padding changes results; results of other
@@ -153,7 +157,10 @@ class ModuleModel:
         exporter = ModuleExporter.of(self._runtime, self.name, self._signature, call, sizes or {})
         if call.lens:
             self.run(*call.not_of_buckets().arguments())
-        return export_module(exporter, Path(out), ExportRequest(platforms=platforms, weights=weights)).folder
+        request = ExportRequest(
+            platforms=platforms, weights=weights, native=native, reference=reference, advance=advance
+        )
+        return export_module(exporter, Path(out), request).folder
 
     def plan(self, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> ModulePlan:
         """Returns bytes and arithmetic of the program of a call, which is compiled and not run.

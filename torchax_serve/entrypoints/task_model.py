@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,13 +15,18 @@ from transformers import AutoFeatureExtractor, AutoImageProcessor
 
 from model_adapters.errors import CheckpointError, InvalidArgumentError, UnsupportedModelError
 from model_adapters.loading import LoadedModel
+from model_adapters.ops.quantized_weight import QuantizedWeight
 from torchax_serve.distributed.hosts.leader import Leader
 from torchax_serve.engine.options import EngineOptions
+from torchax_serve.entrypoints.module_model import ModuleModel
 from torchax_serve.entrypoints.served_model import ServedModel
 from torchax_serve.generation.jax_forward import following
+from torchax_serve.modules.named_dims import BATCH, MAX_ROWS
+from torchax_serve.modules.plan import ModulePlan
 from torchax_serve.pooling.queue import QueuedTexts
 from torchax_serve.tasks.heads import Head, heads_of, methods_of
 from torchax_serve.tasks.host_forward import PARTS, on_host
+from torchax_serve.tasks.plain_forward import inputs_of_noise, plain_module
 from torchax_serve.tasks.task_pipeline import TaskPipeline
 from torchax_serve.validation.argument_hints import refuses_unknown
 
@@ -102,7 +110,68 @@ class TaskModel(ServedModel):
         ((found, forward_ns),) = await self._inferring(inputs).run_async(timeout_s, queue_timeout_s)
         return dict(found), forward_ns
 
-    def _inferring(self, inputs: Mapping[str, np.ndarray]) -> QueuedTexts:
+    def export(
+        self,
+        out: str | os.PathLike[str],
+        *,
+        inputs: Mapping[str, np.ndarray] | None = None,
+        engine: EngineOptions | None = None,
+        **options: Any,
+    ) -> Path:
+        """Writes weights and the programs of the forward as a bundle that runs without torch.
+
+        Returns the version's folder. ``serve(out)`` takes the forward's arguments as arrays of NumPy and returns the
+        tensors of its output by name.
+
+        Args:
+            out: folder of the bundle, new or with other versions.
+            inputs: arguments of the forward by name, as `infer` takes them, whose sizes the programs have; None: those
+                that the checkpoint's processor makes of one image or recording.
+            engine: its `max_num_seqs` is the largest number of rows; powers of two up to it have programs. None: 32.
+            options: `platforms`, `weights`, `native`, `reference` and `advance`, as of `ServedModel.export`.
+
+        Raises:
+            UnsupportedModelError: quantized weights, a mesh, or a forward that reads values of tensors.
+            TorchaxServeError: the disk is full, or a package is missing.
+        """
+        rows = 1 << (MAX_ROWS if engine is None or engine.max_num_seqs is None else engine.max_num_seqs).bit_length()
+        sizes = [1 << power for power in range(rows.bit_length() - 1)]
+        with self._as_module(inputs) as (model, given):
+            return model.export(out, kwargs=given, sizes={BATCH: sizes}, **options)
+
+    def plan(self, inputs: Mapping[str, np.ndarray] | None = None) -> ModulePlan:
+        """Returns bytes and arithmetic of a forward, which is compiled and not run.
+
+        Args:
+            inputs: As of `export`.
+
+        Raises:
+            UnsupportedModelError: as of `export`.
+        """
+        with self._as_module(inputs) as (model, given):
+            return model.plan(kwargs=given)
+
+    @contextlib.contextmanager
+    def _as_module(
+        self, inputs: Mapping[str, np.ndarray] | None
+    ) -> Iterator[tuple[ModuleModel, dict[str, torch.Tensor]]]:
+        """Gives the forward as a module of tensors, and arguments for it."""
+        if self.runtime.program.sharding is not None:
+            raise UnsupportedModelError("export: expected a model on one device, got one on a mesh; serve it without")
+        if any(isinstance(weight, QuantizedWeight) for weight in self.runtime.weights.values()):
+            raise UnsupportedModelError(
+                "export: expected a model with dense weights, got a quantized one; serve it without quantization"
+            )
+        found: Mapping[str, Any] = inputs_of_noise(self._loaded_or_raise()) if inputs is None else inputs
+        self._check_inputs(found)
+        given = {name: torch.as_tensor(value) for name, value in found.items()}
+        given = {name: each.to(self.dtype) if each.is_floating_point() else each for name, each in given.items()}
+        dims = {name: (BATCH, *[None] * (value.ndim - 1)) for name, value in given.items()}
+        with ModuleModel(plain_module(self._module, list(given)), dims=dims, name=self.name) as model:
+            yield model, given
+
+    def _check_inputs(self, inputs: Mapping[str, np.ndarray]) -> None:
+        """Raises InvalidArgumentError for names that are no arguments of the forward."""
         program = self.runtime.program
         if self.main_input not in inputs or (unknown := [name for name in inputs if not program.accepts(name)]):
             got = ", ".join(inputs) or "none"
@@ -110,6 +179,9 @@ class TaskModel(ServedModel):
                 f"inputs: expected {self.main_input} and other arguments of {self.class_name}.forward, got {got}"
                 + (f"; it has no {unknown[0]}" if self.main_input in inputs else "")
             )
+
+    def _inferring(self, inputs: Mapping[str, np.ndarray]) -> QueuedTexts:
+        self._check_inputs(inputs)
 
         def call(items: Sequence[Any]) -> list[tuple[dict[str, np.ndarray], int]]:
             found = []
