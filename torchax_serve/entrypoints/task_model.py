@@ -285,6 +285,11 @@ class TaskModel(ServedModel):
             return _READERS[name].from_pretrained(
                 folder, local_files_only=True, trust_remote_code=loaded.trust_remote_code
             )
+        except ImportError as error:
+            lines = str(error).strip().splitlines()
+            raise UnsupportedModelError(
+                f"{self.name}: expected the packages of its {words}, got {' '.join(lines[:2])}; install what is missing"
+            ) from error
         except Exception as error:  # classes of processors raise whatever they like
             lines = str(error).strip().splitlines() or [type(error).__name__]
             raise CheckpointError(

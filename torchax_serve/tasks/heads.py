@@ -41,6 +41,9 @@ class Head:
 
 _IMAGES, _SOUND = ("image_processor",), ("feature_extractor",)
 
+PROMPTED = ("SamModel", "SamHQModel", "Sam2Model", "Sam3TrackerModel", "EdgeTamModel")
+"""Classes of models that find masks at points and in boxes."""
+
 HEADS = (
     Head("classify_images", "ImageClassificationPipeline", ("IMAGE_CLASSIFICATION",), _IMAGES),
     Head("classify_images", "ZeroShotImageClassificationPipeline", ("ZERO_SHOT_IMAGE_CLASSIFICATION",), _IMAGES, True),
@@ -53,7 +56,7 @@ HEADS = (
         _IMAGES,
     ),
     Head("depth", "DepthEstimationPipeline", ("DEPTH_ESTIMATION",), _IMAGES),
-    Head("masks", "", (), ("image_processor",), classes=("SamModel",)),
+    Head("masks", "", (), ("image_processor",), classes=PROMPTED),
     Head("embed_images", "", ("IMAGE", "IMAGE_CLASSIFICATION", "ZERO_SHOT_IMAGE_CLASSIFICATION"), _IMAGES),
     Head("classify_audio", "AudioClassificationPipeline", ("AUDIO_CLASSIFICATION",), _SOUND),
     Head("transcribe", "AutomaticSpeechRecognitionPipeline", ("CTC",), _SOUND),

@@ -1,4 +1,4 @@
-"""Masks of objects at points and in boxes (SAM), of images that are encoded once."""
+"""Masks of objects at points and in boxes (SAM, SAM-HQ, SAM 2, SAM 3), of images that are encoded once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_IMAGES = 8
 
 
 class MaskDecoder:
-    """A SAM model: embeddings of the last images, and masks of prompts.
+    """A SAM model of any release: embeddings of the last images, and masks of prompts.
 
     Args:
         module: The model, whose forward runs on JAX.
@@ -38,7 +38,7 @@ class MaskDecoder:
         """Returns the masks of each object, the best first; arguments as of `VisionModel.masks`."""
         known = self._encoded(image)
         scale = (known["reshaped"].double() / known["original"].double()).flip(-1)  # width, height
-        given: dict[str, Any] = {"image_embeddings": known["embeddings"], "multimask_output": True}
+        given: dict[str, Any] = {**known["embeddings"], "multimask_output": True}
         if points is not None:
             given["input_points"] = (torch.tensor(points, dtype=torch.float64) * scale).float()[None, None]
             given["input_labels"] = torch.tensor(labels or [1] * len(points))[None, None]
@@ -47,9 +47,8 @@ class MaskDecoder:
             given["input_boxes"] = corners.float().reshape(1, -1, 4)
         with torch.no_grad():
             output = self._module(**given)
-        found = self._processor.post_process_masks(
-            output.pred_masks.float(), known["original"][None], known["reshaped"][None]
-        )[0].numpy()
+        sizes = [known["original"][None]] + ([known["reshaped"][None]] if known["is_padded"] else [])
+        found = self._processor.post_process_masks(output.pred_masks.float(), *sizes)[0].numpy()
         scores = output.iou_scores[0].float().numpy()
         return [
             [PromptedMask(masks[index] > 0, float(row[index])) for index in np.argsort(-row, kind="stable")]
@@ -64,17 +63,29 @@ class MaskDecoder:
         if key not in self._images:
             inputs = self._processor(image, return_tensors="pt")
             dtype = next(self._module.parameters()).dtype
-            made = self._runtime.call_method("get_image_embeddings", {"pixel_values": inputs["pixel_values"].to(dtype)})
+            pixels_of_model = inputs["pixel_values"].to(dtype)
+            made = self._runtime.call_method("get_image_embeddings", {"pixel_values": pixels_of_model})
+            # SAM keeps the shape of an image and pads it; later releases stretch it to a square.
+            is_padded = "reshaped_input_sizes" in inputs
             self._images[key] = {
-                "embeddings": made,
+                "embeddings": self._arguments(made),
                 "original": torch.as_tensor(inputs["original_sizes"])[0],
-                "reshaped": torch.as_tensor(inputs["reshaped_input_sizes"])[0],
+                "reshaped": torch.as_tensor(
+                    inputs["reshaped_input_sizes"] if is_padded else [pixels_of_model.shape[-2:]]
+                )[0],
+                "is_padded": is_padded,
             }
             self.num_encoded += 1
             while len(self._images) > MAX_IMAGES:
                 self._images.popitem(last=False)
         self._images.move_to_end(key)
         return self._images[key]
+
+    def _arguments(self, embeddings: Any) -> dict[str, Any]:
+        """Returns the arguments of the forward for what the encoder returns."""
+        if type(self._module).__name__ == "SamHQModel":  # whose decoder reads the encoder's layers, too
+            return {"image_embeddings": embeddings[0], "intermediate_embeddings": embeddings[1]}
+        return {"image_embeddings": embeddings}
 
 
 def checked_prompts(
