@@ -17,6 +17,7 @@ from model_adapters.diffusion import attention, stored_tensors
 from model_adapters.errors import UnsupportedModelError
 from model_adapters.lowerings import constant_folding, install
 from model_adapters.ops import spmd
+from model_adapters.ops.compressed_weight import Weights, substituted
 from model_adapters.program import shared_layers
 from model_adapters.program.static_tensors import StaticTensor
 from model_adapters.program.trace_context import torch_promotion, trace_lock
@@ -101,11 +102,11 @@ class ModuleProgram:
         self._placed, self._is_diffusers = placed or {}, is_diffusers
         self.kept: set[str] = set()
 
-    def run(self, weights: Mapping[str, jax.Array], arrays: list[jax.Array], spec: ModuleCall) -> Any:
+    def run(self, weights: Weights, arrays: list[jax.Array], spec: ModuleCall) -> Any:
         """Calls a method; to be traced.
 
         Args:
-            weights: Every tensor of the module by name.
+            weights: Every tensor of the module by name, in the form in which it is stored.
             arrays: Leaves of the arguments that are not in ``spec.static``, in order.
             spec: The static part of the call.
 
@@ -116,6 +117,11 @@ class ModuleProgram:
         Raises:
             UnsupportedModelError: the code writes into its weights or arguments, or draws random numbers.
         """
+        with substituted(weights) as dense:
+            return self._run(dense, arrays, spec)
+
+    def _run(self, weights: Mapping[str, jax.Array], arrays: list[jax.Array], spec: ModuleCall) -> Any:
+        """Calls a method as `run`, with dense weights from which stored forms can be looked up."""
         lengths = stored_tensors.list_lengths(self.module)
         is_float32 = next((x.dtype == jax.numpy.float32 for x in weights.values() if x.dtype.kind == "f"), True)
         state = torch_view(dict(weights))

@@ -101,7 +101,7 @@ def quantize_weights(module: torch.nn.Module, weights: dict[str, Any], rules: Qu
 
     Args:
         module: The model.
-        weights: Dense arrays by name, tied names sharing one; changed in place.
+        weights: Dense arrays by name, tied names sharing one; changed in place. Those that are quantized stay.
         rules: Which, and how.
 
     Raises:
@@ -110,7 +110,7 @@ def quantize_weights(module: torch.nn.Module, weights: dict[str, Any], rules: Qu
     quantizer = WeightQuantizer(Selection.of(module, rules))
     made: dict[int, tuple[jax.Array, QuantizedWeight]] = {}  # the array is held: its identity must stay unique
     for name, array in list(weights.items()):
-        if quantizer.takes(name):
+        if quantizer.takes(name) and not isinstance(array, QuantizedWeight):
             if id(array) not in made:
                 made[id(array)] = array, quantizer(name, array)
             weights[name] = made[id(array)][1]

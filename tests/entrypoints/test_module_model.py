@@ -2,15 +2,20 @@
 
 import asyncio
 import concurrent.futures
+import copy
 import inspect
 from typing import Annotated
 
 import hypothesis
+import numpy as np
 import pytest
 import torch
 import transformers
 from hypothesis import strategies
 
+from model_adapters.bridge.views import to_torch_tensor
+from model_adapters.ops.compressed_weight import unpacked
+from model_adapters.ops.quantized_weight import QuantizedWeight
 from torchax_serve import (
     DeadlineError,
     InvalidArgumentError,
@@ -165,12 +170,44 @@ def test_bad_arguments_are_named(tagger):
         ModuleModel(Mean(), dims={"y": ("batch",)})
     with pytest.raises(InvalidArgumentError, match="expected a name or None for each dimension"):
         ModuleModel(Mean(), dims={"x": "batch"})
-    with pytest.raises(InvalidArgumentError, match="quantization: expected no such argument for a Mean"):
+    with pytest.raises(InvalidArgumentError, match="dtype: expected no such argument for a Mean"):
+        serve(Mean(), dtype="bfloat16")
+    with pytest.raises(InvalidArgumentError, match="quantization: expected linear layers to quantize, got none"):
         serve(Mean(), quantization="int8")
     model = serve(Mean())
     model.close()
     with pytest.raises(TorchaxServeError, match="closed"):
         model(torch.ones(1, 1))
+
+
+class Mlp(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(64, 256), torch.nn.Linear(256, 64, bias=False)
+
+    def forward(self, x):
+        return self.down(self.up(x).relu())
+
+
+@pytest.mark.parametrize("rules", ["int8", "int4"])
+@torch.no_grad()
+def test_linear_layers_are_quantized(rules, tmp_path):
+    torch.manual_seed(0)
+    module, x = Mlp(), torch.randn(5, 64)
+    with serve(copy.deepcopy(module), quantization=rules) as model:
+        found = model(x)
+        stored = model._runtime.weights
+        assert all(isinstance(stored[name], QuantizedWeight) for name in ("up.weight", "down.weight"))
+        numbers = {name: to_torch_tensor(unpacked(weight)) for name, weight in stored.items()}
+        exact = torch.func.functional_call(module, numbers, x)  # PyTorch with the numbers that are stored
+        assert (found - exact).abs().max() < 0.01 * exact.abs().max()
+        model.torch_model.up.weight.mul_(2.0)
+        twice = model(x)
+        assert isinstance(model._runtime.weights["up.weight"], QuantizedWeight)
+        assert (twice - found).abs().max() > 0.1 * found.abs().max()
+        folder = model.export(tmp_path / rules, (x,), native=False)
+    with serve(folder) as bundle:
+        assert np.abs(bundle(x.numpy()) - twice.numpy()).max() < 0.01 * float(twice.abs().max())
 
 
 @hypothesis.given(

@@ -24,7 +24,7 @@ from engine_requests import engine_request
 from head_checks import check_heads
 from safetensors.numpy import save_file
 from start_checks import check_bundles, check_starts
-from task_head_checks import check_task_heads
+from task_head_checks import check_module, check_task_heads
 from transformers.pytorch_utils import Conv1D
 from weights import draw_matrices
 
@@ -589,6 +589,11 @@ def generate(family, degree):
 def task_head(kind, degrees):
     """Prints the numbers of devices on which a head's outputs are those of eager PyTorch."""
     print(*check_task_heads(kind, degrees))
+
+
+def own_module(meshes):
+    """Prints the meshes on which a module of no library has the result of eager PyTorch."""
+    print(*(len(mesh) for mesh in check_module(meshes)))
 
 
 def refused(arguments):

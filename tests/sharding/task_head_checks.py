@@ -1,10 +1,14 @@
 """Checks of models with heads for tasks on meshes, which `mesh_checks.py` runs."""
 
+import contextlib
+import copy
+import functools
+
 import torch
 import transformers as tf
 from weights import draw_matrices
 
-from torchax_serve import serve
+from torchax_serve import UnsupportedModelError, serve
 
 NUM_LABELS = 91
 """More than words: 91 labels that no number of devices divides."""
@@ -77,6 +81,33 @@ MODELS = {
         _text(),
     ),
 }
+
+
+class _Mlp(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mix, self.up, self.down = torch.nn.Conv2d(3, 64, 3), torch.nn.Linear(64, 256), torch.nn.Linear(256, 5)
+
+    def forward(self, x):
+        return self.down(self.up(self.mix(x).mean((2, 3))).relu())
+
+
+@torch.no_grad()
+def check_module(meshes):
+    """Yields each mesh on which a module of one's own has the result of eager PyTorch."""
+    torch.manual_seed(0)
+    module, x = _Mlp(), torch.randn(8, 3, 6, 6)
+    wanted = module(x)
+    for mesh in meshes:
+        with serve(copy.deepcopy(module), mesh=mesh) as model:
+            torch.testing.assert_close(model(x), wanted, rtol=1e-5, atol=1e-5)
+            divided = [name for name, each in model._runtime.weights.items() if not each.is_fully_replicated]
+            assert divided == (["mix.weight", "up.weight", "down.weight"] if mesh.get("model") else [])
+            for refused in (model.plan, functools.partial(model.export, "folder")):
+                with contextlib.suppress(UnsupportedModelError):
+                    refused((x,))
+                    raise AssertionError("expected an error")
+        yield mesh
 
 
 @torch.no_grad()

@@ -60,6 +60,10 @@ def test_heads_for_tasks_have_the_outputs_of_pytorch(on_eight, kind):
     assert on_eight("task_head", kind, [2, 8]) == ["2 8"]
 
 
+def test_module_of_no_library(on_eight):
+    assert on_eight("own_module", [{"model": 4}, {"data": 2, "model": 4}, {"data": 8}]) == ["1 2 1"]
+
+
 @pytest.mark.parametrize(("family", "meshes"), MESHES)
 def test_tokens_are_those_of_one_device(on_eight, family, meshes):
     lines = on_eight("tokens", family, meshes)

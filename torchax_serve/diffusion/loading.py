@@ -22,7 +22,8 @@ from torchax_serve.compilation.executable_cache import ExecutableCache
 from torchax_serve.compilation.program_signature import model_identity
 from torchax_serve.compilation.xla_cache import programs_dir
 from torchax_serve.diffusion.pipeline import is_component, pipeline_to_jax
-from torchax_serve.diffusion.sharding import on_mesh, placements
+from torchax_serve.diffusion.sharding import placements
+from torchax_serve.modules.placement import on_mesh
 from torchax_serve.modules.runtime import ModuleRuntime, arrays_of
 from torchax_serve.modules.to_jax import module_to_jax
 

@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import jax
-import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from model_adapters.bridge.views import named_tensors
 from model_adapters.errors import InvalidArgumentError, UnsupportedModelError
 from sharding_rules import DIFFUSION_TABLES, HeadCounts, ShardingRuleError, TensorPlacement, place
-from sharding_rules.layout import take
 
 
 def placements(module: Any, mesh: Mesh) -> dict[str, TensorPlacement]:
@@ -24,14 +21,6 @@ def placements(module: Any, mesh: Mesh) -> dict[str, TensorPlacement]:
     """
     shapes = {name: tuple(tensor.shape) for name, tensor in named_tensors(module).items()}
     return place_tensors(type(module).__name__, dict(module.config), shapes, dict(mesh.shape))
-
-
-def on_mesh(array: jax.Array, placed: TensorPlacement, mesh: Mesh) -> jax.Array:
-    """Returns a tensor of a module as it lies on `mesh`."""
-    host = np.asarray(array)
-    for number, dim in enumerate(placed.dims):
-        host = take(host, number, dim)
-    return jax.device_put(host, NamedSharding(mesh, placed.spec))
 
 
 def place_tensors(

@@ -10,8 +10,10 @@ from typing import Any, Literal, Self
 
 import jax
 import torch
+from jax.sharding import Mesh, NamedSharding
 
 from model_adapters.errors import InvalidArgumentError, TorchaxServeError, UnsupportedModelError
+from torchax_serve.distributed.mesh import mesh_for
 from torchax_serve.modules.named_dims import BATCH, MAX_ROWS, NamedCall, dims_of_forward, joined
 from torchax_serve.modules.plan import ModulePlan, plan_of
 from torchax_serve.modules.runtime import ModuleRuntime
@@ -35,6 +37,9 @@ class ModuleModel:
         dims: Names of the dimensions by argument, such as ``{"x": ("batch", "time", None)}``; None: those in the
             annotations of its forward, ``x: Annotated[torch.Tensor, "batch", "time", None]``, or none.
         name: What it is called in messages; None: its class.
+        quantization: Preset, file or list of rules, as for `torchax_serve.serve`; weights of linear layers are stored
+            quantized.
+        mesh, tensor_parallel: Devices on the axes ``model``, which divide the weights, and ``data``, which divide rows.
 
     Attributes:
         name: As above.
@@ -50,12 +55,17 @@ class ModuleModel:
         *,
         dims: Mapping[str, Sequence[str | None]] | None = None,
         name: str | None = None,
+        quantization: Any = None,
+        mesh: Mesh | Mapping[str, int] | None = None,
+        tensor_parallel: int | None = None,
     ) -> None:
         self.name = name or type(module).__name__
         forward = type(module).forward
         self.dims = dims_of_forward(forward, dims)
         self._signature = inspect.signature(forward.__get__(module))
-        self._module: torch.nn.Module | None = module_to_jax(module)
+        self._module: torch.nn.Module | None = module_to_jax(
+            module, quantization=quantization, mesh=mesh_for(mesh, tensor_parallel)
+        )
         self._queue = PoolingQueue()
         self._checked: set[Any] = set()
 
@@ -146,13 +156,14 @@ class ModuleModel:
 
         Raises:
             UnsupportedModelError: code that reads values of tensors; padding changes results; results of other
-                lengths than those of named dimensions.
+                lengths than those of named dimensions; a module on a mesh.
             InvalidArgumentError: sizes that do not fit; a folder with something else in it.
             TorchaxServeError: the disk is full, or a package is missing.
         """
         from torchax_serve.export.modules import ModuleExporter
         from torchax_serve.export.writer import ExportRequest, export_module
 
+        self._check_one_device("export")
         call = self._call(args, kwargs or {})
         exporter = ModuleExporter.of(self._runtime, self.name, self._signature, call, sizes or {})
         if call.lens:
@@ -166,10 +177,18 @@ class ModuleModel:
         """Returns bytes and arithmetic of the program of a call, which is compiled and not run.
 
         Raises:
-            UnsupportedModelError: code that reads values of tensors.
+            UnsupportedModelError: code that reads values of tensors; a module on a mesh.
         """
+        self._check_one_device("plan")
         call = self._call(args, kwargs or {}).padded()
         return plan_of(self._runtime, (call if call.num_rows is None else joined([call])).arguments())
+
+    def _check_one_device(self, what: str) -> None:
+        """Raises UnsupportedModelError on a mesh."""
+        if any(isinstance(each.sharding, NamedSharding) for each in jax.tree.leaves(self._runtime.weights)):
+            raise UnsupportedModelError(
+                f"{what}: expected a module on one device, got {self.name} on a mesh; serve it without"
+            )
 
     def _call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> NamedCall:
         try:

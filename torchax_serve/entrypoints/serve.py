@@ -194,7 +194,12 @@ def _module_model(options: ServeArguments) -> ModuleModel:
         )
     from torchax_serve.entrypoints.module_model import ModuleModel
 
-    return ModuleModel(options.model)
+    return ModuleModel(
+        options.model,
+        quantization=options.quantization,
+        mesh=options.mesh,
+        tensor_parallel=options.tensor_parallel,
+    )
 
 
 def _bundle_model(folder: Path, options: ServeArguments) -> ServedModel | BundleEncoder | BundleModule:

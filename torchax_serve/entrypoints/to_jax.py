@@ -28,20 +28,21 @@ def to_jax(model: Any, *, quantization: Any = None) -> Any:
         model: A model of transformers, a ``PeftModel`` around one, a pipeline or model of diffusers, any other
             ``torch.nn.Module``, a class of such, or a function of tensors. Modules are set to evaluation.
         quantization: Preset, file or list of rules, as for `torchax_serve.serve`: weights of linear layers are stored
-            quantized, next to the torch tensors of `model`; the others share memory. For models of transformers.
+            quantized, next to the torch tensors of `model`; the others share memory. For models of transformers and
+            other modules.
 
     Raises:
         InvalidArgumentError: `model` is none of these, is on another device than the CPU, offloaded, or compiled by
             ``torch.compile``; rules that do not fit it.
         UnsupportedModelError: weights in float64, or quantized.
-        UnsupportedArgumentError: `quantization` with a pipeline.
+        UnsupportedArgumentError: `quantization` with a pipeline, a class or a function.
     """
     log_newer_releases()
-    if quantization is None or not _is_other(model):
+    if quantization is None or is_other_module(model) or not _is_other(model):
         return _to_jax(model, quantization)
     raise UnsupportedArgumentError(
-        f"quantization: expected none with a {type(model).__name__}, got {quantization!r}; only models of transformers "
-        "are quantized"
+        f"quantization: expected none with a {type(model).__name__}, got {quantization!r}; models of transformers and "
+        "other modules are quantized"
     )
 
 
@@ -61,4 +62,6 @@ def _to_jax(model: Any, quantization: Any) -> Any:
 
     if isinstance(model, type):
         return class_to_jax(model)
-    return module_to_jax(model) if isinstance(model, torch.nn.Module) else function_to_jax(model)
+    if isinstance(model, torch.nn.Module):
+        return module_to_jax(model, quantization=quantization)
+    return function_to_jax(model)

@@ -30,6 +30,8 @@ from model_adapters.ops import spmd
 from model_adapters.program.module_program import Constant, ModuleCall, ModuleProgram
 from model_adapters.program.module_watch import ModuleWatch, Structure
 from model_adapters.program.static_tensors import StaticTensor, can_be_static
+from model_adapters.quantization.loading import quantize_weights
+from model_adapters.quantization.rules import QuantizationRules
 from sharding_rules import TensorPlacement
 from torchax_serve.compilation.executable_cache import CachedFunction, ExecutableCache
 from torchax_serve.modules.checks import check_module
@@ -76,6 +78,7 @@ class ModuleRuntime:
         stays_on_device: Whether tensors of results are `DeviceTensor`, rather than copies on the CPU.
         placed: How `weights` lie on `mesh`.
         is_diffusers: Whether it is a module of diffusers.
+        rules: Which weights are stored quantized; None: none.
 
     Attributes:
         stays_on_device: As above.
@@ -94,10 +97,14 @@ class ModuleRuntime:
         placed: Mapping[str, TensorPlacement] | None = None,
         *,
         is_diffusers: bool = True,
+        rules: QuantizationRules | None = None,
     ) -> None:
         self._varying = VARYING if is_diffusers else ()
         self._is_diffusers = is_diffusers
         self.weights: dict[str, Any] = dict(arrays_of(module) if weights is None else weights)
+        self._rules = rules
+        if rules is not None:
+            quantize_weights(module, self.weights, rules)
         self.module, self._mesh, self._placements = module, mesh, placed
         self.stays_on_device = stays_on_device
         self._lock = threading.RLock()
@@ -184,6 +191,8 @@ class ModuleRuntime:
             )
         before = self.watch.structure, _kinds(self.weights)
         self.weights = weights_of(self.module, self.weights, change)
+        if self._rules is not None:
+            quantize_weights(self.module, self.weights, self._rules)
         self.watch.take()
         self.num_changes += 1
         self._shapes.clear()

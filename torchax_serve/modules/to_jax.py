@@ -11,18 +11,27 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from jax.sharding import Mesh
 
 from model_adapters.bridge.host_arrays import check_floats
 from model_adapters.bridge.views import in_torch_mode
 from model_adapters.errors import InvalidArgumentError, UnsupportedModelError
 from model_adapters.once import once
 from model_adapters.program.call_signature import TORCH_CLASS
+from model_adapters.quantization.rules import parse_rules
 from torchax_serve.modules.checks import check_module
+from torchax_serve.modules.placement import runtime_on_mesh
 from torchax_serve.modules.runtime import METHODS, ModuleRuntime
 from torchax_serve.validation.library_objects import is_diffusers_module
 
 
-def module_to_jax(module: torch.nn.Module, runtime: ModuleRuntime | None = None) -> torch.nn.Module:
+def module_to_jax(
+    module: torch.nn.Module,
+    runtime: ModuleRuntime | None = None,
+    *,
+    quantization: Any = None,
+    mesh: Mesh | None = None,
+) -> torch.nn.Module:
     """Makes the forward of a module run on JAX and returns the module. Idempotent.
 
     Of a module of diffusers it is `METHODS`.
@@ -30,13 +39,20 @@ def module_to_jax(module: torch.nn.Module, runtime: ModuleRuntime | None = None)
     Args:
         module: The module, of any library; it is set to evaluation.
         runtime: Runs its methods; None makes one of the module's own weights.
+        quantization: Preset, file or list of rules; weights of linear layers are stored quantized.
+        mesh: Devices that share the weights; None: one.
 
     Raises:
         InvalidArgumentError: it is on another device than the CPU, offloaded, compiled by ``torch.compile``, or has no
             forward.
         UnsupportedModelError: weights in float64, a quantized module, or a hook.
     """
+    rules = parse_rules(quantization)
     if isinstance(module, JaxModuleMixin):
+        if rules is not None:
+            raise InvalidArgumentError(
+                "quantization: expected a module in PyTorch, got one that runs on JAX already; make it anew"
+            )
         return module
     name = type(module).__name__
     check_module(name, module)
@@ -45,11 +61,16 @@ def module_to_jax(module: torch.nn.Module, runtime: ModuleRuntime | None = None)
     if not methods_of(type(module), is_diffusers=is_diffusers):
         raise InvalidArgumentError(f"{name}: expected a module with a forward, got one without; write one")
     module.eval()
-    made = runtime or ModuleRuntime(module, is_diffusers=is_diffusers)
+    if runtime is None:
+        runtime = (
+            runtime_on_mesh(module, mesh, rules)
+            if mesh is not None
+            else ModuleRuntime(module, is_diffusers=is_diffusers, rules=rules)
+        )
     cls: Any = type(module)
     module.__class__ = _jax_class(cls, is_diffusers)
-    vars(module)["_jax_runtime"] = made
-    made.watch.take()
+    vars(module)["_jax_runtime"] = runtime
+    runtime.watch.take()
     return module
 
 

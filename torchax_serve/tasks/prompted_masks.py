@@ -1,4 +1,4 @@
-"""Masks of objects at points and in boxes (SAM, SAM-HQ, SAM 2, SAM 3), of images that are encoded once."""
+"""Masks of objects at points and in boxes (SAM to SAM 3), of images that are encoded once."""
 
 from __future__ import annotations
 
