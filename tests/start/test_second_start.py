@@ -45,8 +45,13 @@ def answers(model):
 model = serve(sys.argv[1], **json.loads(sys.argv[3]))
 found = {"answers": answers(model), "imported": "torch" in sys.modules or "transformers" in sys.modules}
 found["quantization"] = model.load_report.quantization
-if refusal in sys.meta_path:
+was_refused = refusal in sys.meta_path
+if was_refused:
     sys.meta_path.remove(refusal)
+import torch
+torch.manual_seed(11)
+found["seeded"] = list(model.iter_tokens([5, 6, 7], params=SamplingParams(max_new_tokens=12, temperature=2.0)))
+if was_refused:
     found["description"] = repr(model)
     found["beams"] = list(model.iter_tokens([5, 6, 7], params=SamplingParams(max_new_tokens=4, num_beams=2)))
     found["parameters"] = model.torch_model.num_parameters()
@@ -105,6 +110,7 @@ def test_a_second_start_imports_neither_torch_nor_transformers(folder, first):
     second = started(folder, refused=True)
     assert not second["imported"]
     assert second["answers"] == first["answers"]
+    assert second["seeded"] == first["seeded"]  # by torch.manual_seed, whether the model has a torch module or not
     with serve(folder) as model:  # this process has imported transformers: it loads as ever
         assert second["description"].startswith(repr(model)[: repr(model).index(">")])
         assert second["parameters"] == model.torch_model.num_parameters()

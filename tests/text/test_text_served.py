@@ -12,6 +12,15 @@ PROMPTS = ["Once upon a time", "x", [300, 301, 302], "it's the"]
 GREEDY = SamplingParams(max_new_tokens=12, temperature=0)
 
 
+def test_without_a_limit_an_answer_goes_on_to_its_end(model):
+    config = GenerationConfig(do_sample=False)  # of which transformers 5 has no max_length
+    assert config.max_new_tokens is None and config.max_length is None
+    (batch,) = model.generate_batch([[5, 6]], SamplingParams(temperature=0, ignore_eos=True, max_new_tokens=24))
+    found = list(model.iter_tokens([5, 6], config, params=SamplingParams(ignore_eos=True)))
+    assert found[:24] == list(batch.token_ids)
+    assert len(found) == 126  # the last of 128 positions
+
+
 def test_tokens_equal_those_of_one_answer(model):
     with pytest.raises(UnsupportedArgumentError, match=r"num_return_sequences: expected 1 .*got 2; call gen"):
         model.iter_tokens([5, 6], GenerationConfig(num_return_sequences=2, do_sample=True))

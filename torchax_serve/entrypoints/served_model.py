@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, overload
@@ -267,9 +268,11 @@ class ServedModel(LiveAdapters):
 
         Args:
             prompt_ids: Token ids of the prompt.
-            generation_config: Limits and options of decoding; None: the model's own.
+            generation_config: Limits and options of decoding; None: the model's own. Without a limit the answer ends
+                after 256 tokens.
             inputs: All tensors of the prompt by argument of ``generate``, where it has more than token ids.
-            seed: Seed of sampling, repeatable whatever else runs; None: a new one from torch's global generator.
+            seed: Seed of sampling, repeatable whatever else runs; None: a new one, from torch's global generator where
+                torch is imported.
             params: Sampling parameters, merged into `generation_config`.
             masks: Tokens that may be sampled, step by step, such as those of a grammar; None: all.
             fork_of: Another answer to the same prompt, whose pages are shared on the engine.
@@ -294,7 +297,7 @@ class ServedModel(LiveAdapters):
         self._check_generates()
         params, parent = request.params, None if fork_of is None else fork_of.request_id
         if request.inputs is None and (engine := self._engine_of_text(request)) is not None:
-            if self._side.loaded is not None and params.seed is None and params.config.do_sample:
+            if params.seed is None and params.config.do_sample and "torch" in sys.modules:
                 from torchax_serve.generation.call_limits import drawn_seed
 
                 params = dataclasses.replace(params, seed=drawn_seed(None, do_sample=True))

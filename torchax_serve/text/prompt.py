@@ -319,7 +319,7 @@ def tokens_request(
                 f"{name}: expected None for tokens of one answer, got {short_repr(value)}; call "
                 f"{'stream()' if name == 'stop' else 'generate_batch()'}"
             )
-    params = RequestParams.resolve(given, config, seed=seed)
+    params = RequestParams.resolve(given, config, max_new_tokens=DEFAULT_MAX_NEW_TOKENS, seed=seed)
     params.config.stop_strings = config.stop_strings  # for ``generate``, which refuses them without a tokenizer
     return Request.of(ids, params, inputs=inputs, masks=masks)
 
