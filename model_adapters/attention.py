@@ -3,9 +3,10 @@
 While a model is traced, its configuration names ``torchax_serve`` as attention implementation. Masks are then made by
 `torchax_mask` and attention is computed by `torchax_attention`. Both annotate the tensors they return: a mask that is
 causal, perhaps with a window and padding on the left, has `CausalMask`; keys that come from the cache have `KVWrite`.
-With both annotations, a decode step runs as one op that writes the cache and attends. If model code has lost an
-annotation by computing something else from the tensor, dense attention runs on the tensors it passed: slower, never
-different.
+With both annotations, a decode step runs as one op that writes the cache and attends. Keys of the packed executor, on
+pages, have `PagedWrite` or `LatentWrite`. Where model code has lost an annotation by computing something else from the
+tensor, dense attention runs on the tensors it passed: slower, never different. On pages there are no such tensors:
+`NotPackableError` is raised, and the model runs per sequence.
 """
 
 from __future__ import annotations

@@ -220,13 +220,13 @@ class CachedFunction:
         *,
         donate: Mapping[str, int | None] = MappingProxyType({}),
         facts: Callable[[], dict[str, Any]] = dict,
-        recall: Callable[[dict[str, Any]], None] = lambda facts: None,
+        restore_facts: Callable[[dict[str, Any]], None] = lambda facts: None,
         is_uncompiled: Callable[[], bool] = lambda: False,
         is_pure: bool = False,
     ) -> None:
         self._cache, self.name, self.function = cache, name, function
         self._is_pure = is_pure
-        self._donate, self.facts, self.restore_facts = dict(donate), facts, recall
+        self._donate, self.facts, self.restore_facts = dict(donate), facts, restore_facts
         self._programs: dict[ProgramSignature, Any] = {}
         self._weights: Weights = {}  # of the last call
         self._is_uncompiled = is_uncompiled

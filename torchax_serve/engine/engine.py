@@ -13,7 +13,8 @@ Threads, and what each may do:
   and sent before the tokens of step n are read and committed.
 * **Readers** take outputs from the queue of their `RequestHandle`. One that blocks in a thread is woken by the put; one
   in an event loop by `call_soon_threadsafe`, once for many readers (`ReaderWakeups`).
-* **Compile threads** (`torchax_serve/compilation/background.py`) make programs ahead; they touch no request.
+* **A compile thread** (`torchax_serve/compilation/background.py`), and more during `warm_up`, make programs ahead, and
+  touch no request. What is missing when a step needs it, the engine's thread compiles.
 """
 
 from __future__ import annotations

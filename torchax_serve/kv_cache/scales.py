@@ -140,7 +140,9 @@ def trial_of(runtime: ModelRuntime, name: str, largest: Callable[..., Any]) -> C
         return (largest(*args, spec=spec),)
 
     facts = runtime.program
-    return CachedFunction(runtime.steps.executables, name, only, facts=facts.trace_facts, recall=facts.restore_facts)
+    return CachedFunction(
+        runtime.steps.executables, name, only, facts=facts.trace_facts, restore_facts=facts.restore_facts
+    )
 
 
 def largest_by_head(pool: jax.Array, k_dim: int) -> tuple[jax.Array, jax.Array]:

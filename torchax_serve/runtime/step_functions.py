@@ -1,4 +1,4 @@
-"""The pure step functions of a model, jitted: the only code that runs on the device.
+"""The pure step functions of a model, jitted: its forwards on the device.
 
 A decode step is two programs. `StepFunctions.decode` is the model: weights and cache are arguments, the cache is
 donated, so it is updated in place. Sampling (`torchax_serve/sampling/batch_sampler.py`) is the other, the same program
@@ -56,7 +56,7 @@ class StepFunctions:
             cache,
             donate={"states": 1},
             facts=program.trace_facts,
-            recall=program.restore_facts,
+            restore_facts=program.restore_facts,
             is_uncompiled=has_hooks,
         )
         of_part = f"_{program.submodule.replace('.', '_')}" if program.submodule else ""

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from model_adapters.errors import InvalidArgumentError, OutOfMemoryError
 
 NULL_PAGE = 0
-"""Where padding rows write. Never allocated."""
+"""The page of unused places of page tables, whose content counts for nothing. Never allocated."""
 
 
 def check_equal(what: str, expected: object, got: object) -> None:

@@ -101,7 +101,7 @@ class DraftResult(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StepPlan:
-    """One dispatch to the device.
+    """Holds what the device computes next, in integers: `num_steps` forwards.
 
     In this order: do `page_transfers` one after the other; do `page_copies` (all sources as they are before the first
     copy); initialise the state of `fresh_slots`; compute the rows, `num_steps` times where that is above 1, each time

@@ -61,7 +61,7 @@ class TextFacts:
         name: Name of the model, for errors.
         has_encoder: Whether an encoder reads the prompt.
         vocab_size: Number of tokens that prompts can have; None if the configuration does not say.
-        num_ends: The same of answers.
+        answer_vocab_size: The same of answers.
         max_len: Most tokens, prompt and answer; of a model with an encoder those of the decoder; None if unlimited.
         max_prompt_len: Most tokens of a prompt, beyond which there are no positions; None if unlimited.
     """
@@ -69,7 +69,7 @@ class TextFacts:
     name: str
     has_encoder: bool
     vocab_size: int | None
-    num_ends: int | None
+    answer_vocab_size: int | None
     max_len: int | None
     max_prompt_len: int | None
 
@@ -152,8 +152,12 @@ def _with_turn_ends(model: TextModel) -> Any:
     """Returns the model's generation config, in which the tokenizer's ends of a turn count."""
     config: Any = model.request_defaults
     known = id_list(config.eos_token_id)
-    num_ends = facts_of(model).num_ends
-    ends = [end for end in turn_ends(model.text_tokenizer) if end not in known and (num_ends is None or end < num_ends)]
+    answer_vocab_size = facts_of(model).answer_vocab_size
+    ends = [
+        end
+        for end in turn_ends(model.text_tokenizer)
+        if end not in known and (answer_vocab_size is None or end < answer_vocab_size)
+    ]
     if not ends or NEVER_A_TOKEN in known:
         return config
     config = copy.copy(config)

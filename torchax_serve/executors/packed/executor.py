@@ -104,7 +104,9 @@ class PackedExecutor:
         )
         self._adapters = SlotAdapters(num_slots, lora)
         self.limits = _limits(cache, num_slots, max_num_steps, self.buckets)
-        compiled = functools.partial(CachedFunction, programs, facts=program.trace_facts, recall=program.restore_facts)
+        compiled = functools.partial(
+            CachedFunction, programs, facts=program.trace_facts, restore_facts=program.restore_facts
+        )
         self._idle_options: dict[int, RowOptions] = {}
         self._media = MediaSlots(num_slots)
         self._steps: CompiledSteps[Spec] = CompiledSteps(self._weights, programs, self._call_of)

@@ -123,7 +123,7 @@ class PerSequenceExecutor:
         self._splitter = StepSplitter(self.shapes, num_slots, sources, self._media)
         self._compiles_ahead = programs.background is not None
         facts = forward.program
-        compiled = partial(CachedFunction, programs, facts=facts.trace_facts, recall=facts.restore_facts)
+        compiled = partial(CachedFunction, programs, facts=facts.trace_facts, restore_facts=facts.restore_facts)
         head = draft if isinstance(draft, DraftHead) else None
         self._weights: Any = weights if head is None else head.loaded.with_model(weights)
         self._run = SequenceStep(forward, layout, self._adapters, head, cache.plan.max_len)
