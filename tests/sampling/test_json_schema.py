@@ -1,5 +1,6 @@
 """Grammars of combined schemas: what they take is valid by jsonschema, and valid objects are taken."""
 
+import functools
 import itertools
 import json
 import random
@@ -336,12 +337,20 @@ CASES = {
 }
 
 
+@functools.lru_cache(maxsize=4)
+def matcher_of(grammar):
+    """The matcher of a grammar, of which each text takes a copy: making one takes most of a check's time."""
+    matcher = LLMatcher(TOKENIZER, grammar, log_level=0)
+    assert not matcher.is_error(), matcher.get_error()
+    return matcher
+
+
 def takes(schema, value):
     """Whether the grammar takes a value, in any order of the members of the outer object."""
     orders = itertools.permutations(value.items()) if isinstance(value, dict) else [value]
+    made = matcher_of(json_grammar(schema))
     for order in orders:
-        matcher = LLMatcher(TOKENIZER, json_grammar(schema), log_level=0)
-        assert not matcher.is_error(), matcher.get_error()
+        matcher = made.deep_copy()
         text = json.dumps(dict(order) if isinstance(value, dict) else order, ensure_ascii=False)
         if matcher.consume_tokens(list(text.encode())) and matcher.is_accepting():
             return True
