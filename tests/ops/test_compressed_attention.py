@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -47,9 +48,8 @@ def with_new_entries(case, entries, rate):
     seqs, positions = np.zeros(len(given), np.int32), np.full(len(given), -1, np.int32)
     for number, (seq, at) in enumerate(ends):
         given[number], seqs[number], positions[number] = entries[seq][at // rate], seq, at
-    return write_entries(
-        *map(jnp.array, (given, pool)), rows_of_entries(case, rate), *map(jnp.array, (seqs, positions))
-    )
+    write = jax.jit(write_entries)
+    return write(*map(jnp.array, (given, pool)), rows_of_entries(case, rate), *map(jnp.array, (seqs, positions)))
 
 
 @BOTH
@@ -57,8 +57,9 @@ def with_new_entries(case, entries, rate):
 def test_tokens_of_completed_blocks(rate, is_decode):
     case = Case(is_decode=is_decode)
     stored = [case.numbers(length, 1, DIM) for length in case.kv_lens]
-    pool = write_index_keys(case.new_rows(stored)[:, 0], case.pool(stored, 1, WIDTH), case.rows)
-    found, seqs, positions = last_rows_of_blocks(pool, case.rows, case.num_tokens, rate, 2 * rate)
+    pool = jax.jit(write_index_keys)(case.new_rows(stored)[:, 0], case.pool(stored, 1, WIDTH), case.rows)
+    step = jax.jit(lambda pool, rows: last_rows_of_blocks(pool, rows, case.num_tokens, rate, 2 * rate))
+    found, seqs, positions = step(pool, case.rows)
     ends = completed(case, rate)
     assert list(zip(seqs.tolist(), positions.tolist(), strict=True))[: len(ends)] == ends
     assert (positions[len(ends) :] == -1).all()
@@ -81,10 +82,12 @@ def test_attention_is_that_of_numpy(rate, window, num_taken, is_decode):
     taken = None
     if num_taken is not None:
         given = jnp.array(q), jnp.array(scores), blocks, rows
-        taken = take_tokens(*given, scale=0.5, num_taken=num_taken, block_size=rate)
+        take = jax.jit(lambda *arrays: take_tokens(*arrays, scale=0.5, num_taken=num_taken, block_size=rate))
+        taken = take(*given)
     args = AttentionArgs(0.3, window, sinks=jnp.array(sinks))
     pages = case.pool(keys, 1, WIDTH)
-    out, pages = compressed_attention(jnp.array(q), case.new_rows(keys), pages, case.rows, blocks, rows, taken, args)
+    step = jax.jit(lambda *arrays: compressed_attention(*arrays, args))
+    out, pages = step(jnp.array(q), case.new_rows(keys), pages, case.rows, blocks, rows, taken)
     is_query = np.zeros(case.num_tokens, bool)
     for token, seq, at in case.queries():
         own = entries[seq][: (at + 1) // rate]
