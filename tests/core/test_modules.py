@@ -59,7 +59,7 @@ def test_gradients_are_those_of_pytorch():
     module, x = layers(4, 8, 1), torch.randn(3, 4)
     (module(x) ** 2).mean().backward()
     weights, function = extract_jax(module)
-    found = jax.grad(lambda weights: (function(weights, (x,)) ** 2).mean())(weights)
+    found = jax.jit(jax.grad(lambda weights: (function(weights, (x,)) ** 2).mean()))(weights)
     for name, parameter in module.named_parameters():
         torch.testing.assert_close(torch.tensor(found[name].tolist()), parameter.grad, rtol=1e-4, atol=1e-5)
 

@@ -130,7 +130,7 @@ def test_gradients_are_those_of_pytorch() -> None:
     module = Stack(Layer).eval()
     x = torch.linspace(-1, 1, WIDTH).reshape(1, WIDTH)
     weights, function = extract_jax(module)
-    found = jax.grad(lambda w: function(w, (x.numpy(),)).sum())(weights)
+    found = jax.jit(jax.grad(lambda w: function(w, (x.numpy(),)).sum()))(weights)
     module(x).sum().backward()
     for name, parameter in module.named_parameters():
         assert parameter.grad is not None

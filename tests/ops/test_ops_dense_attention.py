@@ -87,7 +87,7 @@ def test_derivatives_as_torch():
     def weighted(q, k, v, mask):
         return (ops.dense_attention(q, k, v, mask, AttentionArgs(0.3)) * weights).sum()
 
-    for got, right in zip(jax.grad(weighted, (0, 1, 2, 3))(q, k, v, mask), expected, strict=True):
+    for got, right in zip(jax.jit(jax.grad(weighted, (0, 1, 2, 3)))(q, k, v, mask), expected, strict=True):
         np.testing.assert_allclose(got, right.numpy(), rtol=2e-5, atol=2e-5)
 
 
@@ -100,7 +100,7 @@ def test_rows_of_a_vmap_are_one_batch(mask_shape):
     def attend(q, k, v, mask):
         return ops.dense_attention(q, k, v, mask, AttentionArgs(0.3))
 
-    got = jax.vmap(attend, (0, 0, 0, 0 if is_mapped else None))(q, k, v, mask)
+    got = jax.jit(jax.vmap(attend, (0, 0, 0, 0 if is_mapped else None)))(q, k, v, mask)
     for row in range(3):
         own = mask[row] if is_mapped else mask
         with registry.use("dense_attention", "reference"):

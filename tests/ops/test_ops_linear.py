@@ -148,8 +148,8 @@ def test_gradients_and_vmap_go_through_the_kernel():
         return jnp.sum(jnp.sin(ops.linear(x, weight, bias)))
 
     with use("linear", "cpu-ffi"):
-        got = jax.grad(loss, argnums=(0, 1, 2))(x, weight, bias)
-        rows = jax.vmap(lambda row: ops.linear(row[None], weight, bias)[0])(x)
+        got = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(x, weight, bias)
+        rows = jax.jit(jax.vmap(lambda row: ops.linear(row[None], weight, bias)[0]))(x)
     tensors = [torch.from_numpy(np.array(a)).requires_grad_() for a in (x, weight, bias)]
     torch.nn.functional.linear(*tensors).sin().sum().backward()
     for gradient, tensor in zip(got, tensors, strict=True):

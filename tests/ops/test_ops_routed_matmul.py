@@ -111,7 +111,7 @@ def test_gradients_are_those_of_a_gather_of_matrices(layout, name):
         out = jnp.einsum("tk,tckn->tcn", x, weight[ids], precision="highest") + bias[ids]
         return jnp.sum(jnp.sin(jnp.where(is_there[..., None], out, 0)))
 
-    got, expected = (jax.grad(each, argnums=(0, 1, 2))(x, weight, bias) for each in (loss, expected_loss))
+    got, expected = (jax.jit(jax.grad(each, argnums=(0, 1, 2)))(x, weight, bias) for each in (loss, expected_loss))
     for one, other in zip(got, expected, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
         assert np.abs(other).max() > 0.1
@@ -134,7 +134,7 @@ def test_rows_of_a_vmap_are_rows_of_one_call(op):
         by_row, function = jnp.array([[1, 1, 1], [0, 3, 0], [0, 0, 2], [0, 0, 0]], jnp.int32), grouped
         places = np.array([0, 1, 2, 1, 1, 1, 2, 2, 3, 3, 3, 3])[:, None]
         expected = exact(x, weight, places)[:, 0]
-    got = jax.vmap(function)(rows, by_row)
+    got = jax.jit(jax.vmap(function))(rows, by_row)
     np.testing.assert_allclose(got.reshape(expected.shape), expected, rtol=1e-5, atol=1e-5)
     text = str(jax.make_jaxpr(jax.vmap(function))(rows, by_row))
     assert "scan" not in text and "while" not in text  # not one call after the other
@@ -143,7 +143,7 @@ def test_rows_of_a_vmap_are_rows_of_one_call(op):
 def test_a_vmap_over_weights_runs_the_kernel_for_each():
     parts = [inputs(4, 2, 3, 16, 10, seed=seed) for seed in range(3)]
     x, weight, ids, _ = (jnp.stack(each) for each in zip(*parts, strict=True))
-    got = jax.vmap(lambda x, weight, ids: ops.routed_matmul(x, weight, ids, layout="ekn"))(x, weight, ids)
+    got = jax.jit(jax.vmap(lambda *each: ops.routed_matmul(*each, layout="ekn")))(x, weight, ids)
     for each, (x, weight, ids, _) in zip(got, parts, strict=True):
         np.testing.assert_allclose(each, exact(x, weight, np.asarray(ids)), rtol=1e-5, atol=1e-5)
 

@@ -69,7 +69,7 @@ def test_rows_of_a_vmap_read_their_tokens_and_zeros_behind(dtype, columns, imple
 def test_a_pool_of_each_row_is_its_own():
     pools, tokens = numbers((3, PAGES, HEADS, PAGE, WIDTH)), numbers((3, 1, HEADS, WIDTH), seed=1)
     positions = jnp.zeros((3, 1), jnp.int32)
-    got = jax.vmap(write_row)(pools, TABLE, positions, tokens)
+    got = jax.jit(jax.vmap(write_row))(pools, TABLE, positions, tokens)
     rows = [write_row(pools[i], TABLE[i], positions[i], tokens[i]) for i in range(3)]
     np.testing.assert_array_equal(np.asarray(got), np.stack(rows))
 
@@ -164,7 +164,7 @@ def test_many_rows_of_a_vmap_go_where_many_rows_go(monkeypatch):
 
 def test_a_weight_of_each_row_is_its_own():
     x, weights = numbers((3, 2, 32)), numbers((3, 48, 32), seed=4)
-    got = jax.vmap(linear)(x, weights)
+    got = jax.jit(jax.vmap(linear))(x, weights)
     np.testing.assert_allclose(got, np.einsum("bnk,bmk->bnm", x, weights), rtol=1e-4, atol=1e-4)
 
 
@@ -175,7 +175,7 @@ def test_dense_caches_of_rows_under_a_vmap():
     lens, starts = jnp.array([[3, 8], [1, 5], [2, 2]], jnp.int32), jnp.zeros((3, 2), jnp.int32)
     table = jnp.broadcast_to(jnp.arange(2, dtype=jnp.int32)[:, None], (3, 2, 1))
     args = AttentionArgs(0.5)
-    got = jax.vmap(lambda *each: decode_attention(*each, args))(q, k, v, pools, table, lens, starts)
+    got = jax.jit(jax.vmap(lambda *each: decode_attention(*each, args)))(q, k, v, pools, table, lens, starts)
     for row in range(3):
         with registry.use("decode_attention", registry.REFERENCE):
             expected = decode_attention(q[row], k[row], v[row], pools[row], table[row], lens[row], starts[row], args)
