@@ -11,7 +11,7 @@ from typing import Any
 from pydantic_core import from_json
 
 UNREADABLE = "arguments"
-"""Name under which arguments that are no JSON are shown, as text."""
+"""Name under which arguments that are no object are shown, those that are no JSON as text."""
 _ESCAPE = re.compile(
     r"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|u[dD][89a-fA-F][0-9a-fA-F]{2}|.)", re.S
 )
@@ -28,16 +28,24 @@ def input_of(text: str) -> dict[str, Any]:
     """Returns the arguments of a call, as a value that is JSON.
 
     Of one that was cut it is what is complete, as clients read a stream. Numbers that JSON has not are text, and so
-    are arguments that cannot be read.
+    are arguments that cannot be read. The text of an object is that object; other arguments have a name.
     """
+    found = _value_of(text)
+    if isinstance(found, str) and isinstance(inner := _value_of(found), dict) and UNREADABLE not in inner:
+        return inner
+    return found if isinstance(found, dict) else {} if found is None else {UNREADABLE: found}
+
+
+def _value_of(text: str) -> Any:
+    """Returns the value of a JSON text; an object with the text where it cannot be read."""
     if not text:
-        return {}
+        return None
     try:
         found = _finite(_read(_ESCAPE.sub(_unicode_escape, unicode_text(text))))
         json.dumps(found, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, RecursionError):  # also of numbers with thousands of digits
         return {UNREADABLE: unicode_text(text)}
-    return found if isinstance(found, dict) else {}
+    return found
 
 
 def _read(text: str) -> Any:
