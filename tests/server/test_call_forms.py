@@ -42,6 +42,11 @@ SPECIAL += ["<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|too
 SPECIAL += ["<|tool_call_argument_begin|>", "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>"]
 SPECIAL += ["<|START_ACTION|>", "<|END_ACTION|>", "<minimax:tool_call>", "</minimax:tool_call>"]
 SPECIAL += ["<｜tool▁call▁end｜>", "<｜tool▁sep｜>", "<|tool_call>", "<tool_call|>", '<|"|>']
+SPECIAL += ["<|tool_call_start|>", "<|tool_calls|>", "<|calls|>", "<|open|>", "<|close|>", "<|sep|>", "｜DSML｜"]
+SPECIAL += [f"<|tool_call:{part}|>" for part in ("begin", "end", "name", "args", "start")]
+SPECIAL += [f"<|tool_arg:{part}|>" for part in ("start", "value", "end")]
+SPECIAL += [f"<{slash}{part}:opensource>" for slash in ("", "/") for part in ("tool_call", "arg_key", "arg_value")]
+SPECIAL += ["<tool_sep:opensource>", "<|tools_prefix|>", "<|tools_suffix|>", "<start_function_call>", "<escape>"]
 XML = (
     "<parameter=city>\nŁódź: ü\n</parameter>\n<parameter=days>\n3\n</parameter>\n<parameter=unit>\n°C\n</parameter>\n"
     "</function>\n</tool_call>"
@@ -49,6 +54,32 @@ XML = (
 SEED = "<parameter=city>Łódź: ü</parameter>\n<parameter=days>3</parameter>\n<parameter=unit>°C</parameter>\n"
 INVOKED = re.sub("<parameter=(.*?)>", r'<parameter name="\1">', SEED)
 GEMMA = '{city:<|"|>Łódź: ü<|"|>,days:3,unit:<|"|>°C<|"|>}'
+HY = (
+    "<tool_call~>weather<tool_sep~>\n<arg_key~>city</arg_key~>\n<arg_value~>Łódź: ü</arg_value~>\n<arg_key~>days"
+    "</arg_key~>\n<arg_value~>3</arg_value~>\n<arg_key~>unit</arg_key~>\n<arg_value~>°C</arg_value~>\n</tool_call~>\n"
+)
+HY_CLOCK = "<tool_call~>clock<tool_sep~>\n</tool_call~>\n"
+DSML = '<｜DSML｜invoke name="weather">\n' + "".join(
+    f'<｜DSML｜parameter name="{key}" string="{is_text}">{value}</｜DSML｜parameter>\n'
+    for key, is_text, value in (("city", "true", "Łódź: ü"), ("days", "false", 3), ("unit", "true", "°C"))
+)
+DSML += "</｜DSML｜invoke>"
+K3 = '<|open|>call tool="weather" index="1"<|sep|>' + "".join(
+    f'<|open|>argument key="{key}" type="{kind}"<|sep|>{value}<|close|>argument<|sep|>'
+    for key, kind, value in (("city", "string", "Łódź: ü"), ("days", "number", 3), ("unit", "string", "°C"))
+)
+K3 += "<|close|>call<|sep|>"
+K3_CLOCK = '<|open|>call tool="clock" index="2"<|sep|><|close|>call<|sep|>'
+SOLAR2 = "<|tool_call:start|>weather\n" + "".join(
+    f"<|tool_arg:start|>{key}<|tool_arg:value|>{value}<|tool_arg:end|>\n"
+    for key, value in (("city", "Łódź: ü"), ("days", 3), ("unit", "°C"))
+)
+SOLAR2 += "<|tool_call:end|>"
+SOLAR = f"<|tool_call:begin|>a1b2c3d4e5<|tool_call:name|>weather<|tool_call:args|>{JSON}<|tool_call:end|>"
+MINICPM = SEED.replace("<parameter=", '<param name="').replace(">Ł", '">Ł').replace(">3", '">3').replace(">°", '">°')
+MINICPM = f'<function name="weather">{MINICPM.replace("</parameter>" + chr(10), "</param>")}</function>'
+PYTHON = "weather(city='Łódź: ü', days=3, unit=\"°C\")"
+FUNCTION = GEMMA.replace('<|"|>', "<escape>")
 GLM = (
     "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Łódź: ü</arg_value>\n<arg_key>days</arg_key>\n"
     "<arg_value>3</arg_value>\n<arg_key>unit</arg_key>\n<arg_value>°C</arg_value>\n</tool_call>"
@@ -93,6 +124,39 @@ ANSWERS = {
         f"<seed:tool_call>\n<function=weather>\n{SEED}</function>\n</seed:tool_call>\n<seed:tool_call>\n"
         "<function=clock>\n</function>\n</seed:tool_call>",
     ],
+    **{
+        family: [
+            f"<｜DSML｜{around}>\n{DSML}\n</｜DSML｜{around}>",
+            f'<｜DSML｜{around}>\n{DSML}\n<｜DSML｜invoke name="clock">\n</｜DSML｜invoke>\n</｜DSML｜{around}>',
+        ]
+        for family, around in (("deepseek-dsml", "function_calls"), ("deepseek-v4", "tool_calls"))
+    },
+    **{
+        family: [f"<tool_calls~>\n{calls}</tool_calls~>".replace("~", suffix) for calls in (HY, HY + HY_CLOCK)]
+        for family, suffix in (("hunyuan3", ":opensource"), ("hunyuan3-preview", ""))
+    },
+    "kimi-k3": [f"<|open|>tools<|sep|>{calls}<|close|>tools<|sep|>" for calls in (K3, K3 + K3_CLOCK)],
+    "solar-open": [f"<|tool_calls|>{SOLAR}<|calls|>"],
+    "solar-open2": [SOLAR2, f"{SOLAR2}\n<|tool_call:start|>clock\n<|tool_call:end|>"],
+    "minicpm5": [MINICPM, f'{MINICPM}\n<function name="clock"></function>'],
+    "minicpm3": [
+        f"<|tool_call_start|>\n```python\n{calls.replace(', ', ',')}\n```\n<|tool_call_end|>"
+        for calls in (PYTHON, f"{PYTHON}\nclock()")
+    ],
+    **{
+        family: [f"<|tool_call_start|>[{calls}]<|tool_call_end|>" for calls in (PYTHON, f"{PYTHON}, clock()")]
+        for family in ("lfm2", "lfm2.5")
+    },
+    "functiongemma": [
+        f"<start_function_call>call:weather{FUNCTION}<end_function_call>",
+        f"<start_function_call>call:weather{FUNCTION}<end_function_call><start_function_call>call:clock{{}}"
+        "<end_function_call>",
+    ],
+    "functionary": [f"weather\n{JSON}", f"weather\n{JSON}>>>clock\n{{}}"],
+    "apertus": [
+        f'<|tools_prefix|>[{{"weather": {JSON}}}]<|tools_suffix|>',
+        f'<|tools_prefix|>[{{"weather": {JSON}}}, {{"clock": {{}}}}]<|tools_suffix|>',
+    ],
     "glm": [GLM, f"{GLM}\n<tool_call>clock\n</tool_call>"],
     "qwen-xml": [
         f"<tool_call>\n<function=weather>\n{XML}",
@@ -111,6 +175,9 @@ ANSWERS = {
     "llama": [f'{{"name": "weather", "parameters": {JSON}}}'],
     "llama4": [f'{{"name": "weather", "parameters": {JSON}}}'],
 }
+PROMPTS = {"functionary": "<|start_header_id|>assistant<|end_header_id|>\n\n>>>"}
+LEADS = {"functionary": ("all\n", ">>>")}
+"""Texts in front of an answer's text, and between it and a call, where there are some."""
 FORMS = {family.name: family for family in FAMILIES if family.call is not None}
 
 
@@ -155,7 +222,7 @@ def takes(masks, tokenizer, text):
 
 
 def calls_of(family, text, tools=TOOLS):
-    parser = AnswerParser(FORMS[family], "", tools)
+    parser = AnswerParser(FORMS[family], PROMPTS.get(family, ""), tools)
     steps = [parser.push(text), parser.flush()]
     assert "".join(step.content + step.reasoning for step in steps).strip() == ""
     found = [call["function"] for call in joined_calls(steps)]
@@ -181,10 +248,11 @@ def test_what_models_write_is_taken(compiler, tokenizer, family):
 @pytest.mark.parametrize("family", sorted(FORMS))
 def test_strict_calls_stand_in_free_text(compiler, tokenizer, family):
     text = ANSWERS[family][0]
-    lead = "" if family.startswith("llama") else "I look it up.\n"
+    begin, between = LEADS.get(family, ("", ""))
+    lead = "" if family.startswith("llama") else f"{begin}I look it up.\n{between}"
     masks = masks_of(compiler, tokenizer, family, is_forced=False)
     assert takes(masks, tokenizer, lead + text)
-    assert takes(masks_of(compiler, tokenizer, family, is_forced=False), tokenizer, "Just a text.")
+    assert takes(masks_of(compiler, tokenizer, family, is_forced=False), tokenizer, f"{begin}Just a text.")
     wrong = text.replace("°C", "K")
     assert not takes(masks_of(compiler, tokenizer, family, is_forced=False), tokenizer, lead + wrong)
 

@@ -21,6 +21,41 @@ NAME, JSON = "{{ call.function.name }}", "{{ call.function.arguments | tojson }}
 XML_THOUGHT = "{% if m.reasoning %}<think>\n{{ m.reasoning }}\n</think>\n\n{% endif %}{{ m.content }}"
 PLAIN_THOUGHT = "{% if m.reasoning %}<think>{{ m.reasoning }}</think>{% endif %}{{ m.content }}"
 HERMES_CALL = '\n<tool_call>\n{"name": "' + NAME + '", "arguments": ' + JSON + "}\n</tool_call>{% endfor %}"
+PYTHON_CALL = (
+    NAME + "({% for k, v in call.function.arguments.items() %}{{ k }}={{ v | tojson }}{{ ', ' if not loop.last }}"
+    "{% endfor %})"
+)
+
+
+def dsml(around):
+    """The template of DeepSeek's DSML."""
+    return (
+        PLAIN_THOUGHT
+        + "{% if m.tool_calls %}\n\n<｜DSML｜"
+        + around
+        + ">\n"
+        + CALLS
+        + '<｜DSML｜invoke name="'
+        + NAME
+        + '">\n{% for k, v in call.function.arguments.items() %}<｜DSML｜parameter name="{{ k }}" '
+        "string=\"{{ 'true' if v is string else 'false' }}\">{{ v if v is string else v | tojson }}"
+        "</｜DSML｜parameter>\n{% endfor %}</｜DSML｜invoke>\n{% endfor %}</｜DSML｜" + around + ">{% endif %}"
+    )
+
+
+def hunyuan(suffix):
+    """The template of Hunyuan 3."""
+    body = (
+        "<think~>{{ m.reasoning }}</think~>{{ m.content }}{% if m.tool_calls %}<tool_calls~>\n"
+        + CALLS
+        + "<tool_call~>"
+        + NAME
+        + "<tool_sep~>\n{% for k, v in call.function.arguments.items() %}<arg_key~>{{ k }}</arg_key~>\n"
+        "<arg_value~>{{ v if v is string else v | tojson }}</arg_value~>\n{% endfor %}</tool_call~>\n{% endfor %}"
+        "</tool_calls~>{% endif %}"
+    )
+    return body.replace("~", suffix)
+
 
 # What stands in front of an assistant's message, and the message, as in the checkpoints' own templates.
 TEMPLATES = {
@@ -162,9 +197,8 @@ TEMPLATES = {
         PLAIN_THOUGHT
         + "{% if m.tool_calls %}<|tool_call_start|>["
         + CALLS
-        + NAME
-        + "({% for k, v in call.function.arguments.items() %}{{ k }}={{ v | tojson }}{{ ', ' if not loop.last }}"
-        "{% endfor %}){{ ', ' if not loop.last }}{% endfor %}]<|tool_call_end|>{% endif %}",
+        + PYTHON_CALL
+        + "{{ ', ' if not loop.last }}{% endfor %}]<|tool_call_end|>{% endif %}",
     ),
     "cohere": (
         "<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>",
@@ -198,17 +232,91 @@ TEMPLATES = {
         + ">\n{% for k, v in call.function.arguments.items() %}<parameter={{ k }}>"
         "{{ v if v is string else v | tojson }}</parameter>\n{% endfor %}</function>\n</seed:tool_call>{% endfor %}",
     ),
-    "deepseek-dsml": (
-        "<｜Assistant｜>",
-        PLAIN_THOUGHT
-        + "{% if m.tool_calls %}\n\n<｜DSML｜tool_calls>\n"
+    "deepseek-dsml": ("<｜Assistant｜>", dsml("function_calls")),
+    "deepseek-v4": ("<｜Assistant｜>", dsml("tool_calls")),
+    "hunyuan3": ("<｜hy_Assistant:opensource｜>", hunyuan(":opensource")),
+    "hunyuan3-preview": ("<｜hy_Assistant｜>", hunyuan("")),
+    "solar-open2": (
+        "<|im:start|>assistant<|im:content|>",
+        "<|think:start|>{{ m.reasoning }}<|think:end|>{{ m.content }}"
         + CALLS
-        + '<｜DSML｜invoke name="'
+        + "<|tool_call:start|>"
         + NAME
-        + '">\n{% for k, v in call.function.arguments.items() %}<｜DSML｜parameter name="{{ k }}" '
-        "string=\"{{ 'true' if v is string else 'false' }}\">{{ v if v is string else v | tojson }}"
-        "</｜DSML｜parameter>\n"
-        "{% endfor %}</｜DSML｜invoke>\n{% endfor %}</｜DSML｜tool_calls>{% endif %}",
+        + "\n{% for k, v in call.function.arguments.items() %}<|tool_arg:start|>{{ k }}<|tool_arg:value|>"
+        "{{ v if v is string else v | tojson }}<|tool_arg:end|>\n{% endfor %}<|tool_call:end|>{% endfor %}",
+    ),
+    "solar-open": (
+        "<|begin|>assistant",
+        "{% if m.reasoning %}<|think|>{{ m.reasoning }}<|end|><|begin|>assistant{% endif %}"
+        "{% if m.content %}<|content|>{{ m.content }}{{ '<|end|><|begin|>assistant' if m.tool_calls else '<|flush|>' }}"
+        "{% endif %}{% if m.tool_calls %}<|tool_calls|>"
+        + CALLS
+        + "<|tool_call:begin|>{{ call.id }}<|tool_call:name|>"
+        + NAME
+        + "<|tool_call:args|>"
+        + JSON
+        + "<|tool_call:end|>{% endfor %}<|calls|>{% endif %}",
+    ),
+    "kimi-k3": (
+        '<|open|>message role="assistant"<|sep|>',
+        "<|open|>think<|sep|>{{ m.reasoning }}<|close|>think<|sep|><|open|>response<|sep|>{{ m.content }}"
+        "<|close|>response<|sep|>{% if m.tool_calls %}<|open|>tools<|sep|>"
+        + CALLS
+        + '<|open|>call tool="'
+        + NAME
+        + '" index="{{ loop.index }}"<|sep|>{% for k, v in call.function.arguments.items() %}<|open|>argument '
+        'key="{{ k }}" type="{% if v is boolean %}boolean{% elif v is none %}null{% elif v is number %}number'
+        "{% elif v is string %}string{% elif v is mapping %}object{% else %}array{% endif %}"
+        '"<|sep|>{{ v if v is string else v | tojson }}<|close|>argument<|sep|>{% endfor %}<|close|>call<|sep|>'
+        "{% endfor %}<|close|>tools<|sep|>{% endif %}<|close|>message<|sep|><|end_of_msg|>",
+    ),
+    "minimax-m3": (
+        "]~b]ai\n",
+        "{% macro xml(v) %}{% if v is mapping %}{% for k, each in v.items() %}]<]minimax[>[<{{ k }}>{{ xml(each) }}"
+        "]<]minimax[>[</{{ k }}>{% endfor %}{% elif v is iterable and v is not string %}{% for each in v %}"
+        "]<]minimax[>[<item>{{ xml(each) }}]<]minimax[>[</item>{% endfor %}{% elif v is boolean %}{{ v | tojson }}"
+        "{% else %}{{ v }}{% endif %}{% endmacro %}"
+        "{% if m.reasoning %}<mm:think>{{ m.reasoning }}</mm:think>{% else %}</mm:think>{% endif %}{{ m.content }}"
+        "{% if m.tool_calls %}]<]minimax[>[<tool_call>\n"
+        + CALLS
+        + ']<]minimax[>[<invoke name="'
+        + NAME
+        + '">{{ xml(call.function.arguments) }}]<]minimax[>[</invoke>\n{% endfor %}]<]minimax[>[</tool_call>'
+        "{% endif %}",
+    ),
+    "minicpm5": (
+        "<|im_start|>assistant\n",
+        XML_THOUGHT
+        + CALLS
+        + "{% if m.content or not loop.first %}\n{% endif %}"
+        + '<function name="'
+        + NAME
+        + '">{% for k, v in call.function.arguments.items() %}<param name="{{ k }}">'
+        "{% if v is string and ('<' in v or '&' in v or '\n' in v) %}<![CDATA[{{ v }}]]>{% else %}{{ v }}{% endif %}"
+        "</param>{% endfor %}</function>{% endfor %}",
+    ),
+    "minicpm3": (
+        "<|im_start|>assistant\n",
+        "{% if m.reasoning %}<|thought_start|>\n{{ m.reasoning }}\n<|thought_end|>\n{% endif %}"
+        "{% if m.tool_calls %}<|tool_call_start|>\n```python\n"
+        + CALLS
+        + PYTHON_CALL
+        + "{{ '\n' if not loop.last }}{% endfor %}\n```\n<|tool_call_end|>\n{% endif %}{{ m.content }}",
+    ),
+    "apertus": (
+        "<|assistant_start|>",
+        "{% if m.reasoning %}<|inner_prefix|>{{ m.reasoning }}<|inner_suffix|>{% endif %}{{ m.content }}"
+        "{% if m.tool_calls %}<|tools_prefix|>["
+        + CALLS
+        + '{"'
+        + NAME
+        + '": '
+        + JSON
+        + "}{{ ', ' if not loop.last }}{% endfor %}]<|tools_suffix|>{% endif %}",
+    ),
+    "functionary": (
+        "<|start_header_id|>assistant<|end_header_id|>\n\n",
+        "{% if m.content %}>>>all\n{{ m.content }}{% endif %}" + CALLS + ">>>" + NAME + "\n" + JSON + "{% endfor %}",
     ),
     "tool-calls": (
         "Question: hi\n",
@@ -223,11 +331,13 @@ TEMPLATES = {
     ),
     "think": ("<think>", "{% if m.reasoning %}<think>\n{{ m.reasoning }}\n</think>\n\n{% endif %}{{ m.content }}"),
 }
-HAS_IDS = {"kimi", "mistral", "mistral-list", "lfm2", "tool-calls"}
+HAS_IDS = {"kimi", "mistral", "mistral-list", "lfm2", "tool-calls", "solar-open"}
 """Families whose models write the ids."""
 LATE_IDS = {"mistral-list", "lfm2", "tool-calls"}
 """Those of them with ids behind the arguments: streamed ids are the server's."""
-HAS_REASONING = set(BY_NAME) - {"mistral-list", "llama", "llama4", "functiongemma"}
+HAS_REASONING = set(BY_NAME) - {"mistral-list", "llama", "llama4", "functiongemma", "functionary"}
+ALWAYS_THOUGHT = {"hunyuan3", "hunyuan3-preview", "solar-open2", "minimax-m3"}
+"""Families whose templates write the end of a reasoning in front of each content."""
 ONE_CALL = {"gpt-oss"}
 NO_TEXT_WITH_CALLS = {"llama", "llama4"}
 TOOLS = [
@@ -323,6 +433,8 @@ def messages(draw, family):
     reasoning = draw(PROSE).strip("\n") if family in HAS_REASONING else ""
     if reasoning:
         reasoning, content = f"a{reasoning}b", content.lstrip("\n")
+    if family in ALWAYS_THOUGHT:
+        content = content.lstrip("\n")
     if content and draw(st.booleans()):
         content = f"Use {draw(st.sampled_from(['<think>', '</think>', '[THINK]', '`<tool_call>`', '<|x|>']))} {content}"
     ids = draw(
@@ -376,8 +488,17 @@ def is_ambiguous(family, message):
         return any(re.search(r"</parameter>\s*(?:<parameter=|</function>|\Z)", value) for value in values)
     if family == "minimax":
         return any(re.search(r'</parameter>\s*(?:<parameter name="|</invoke>|\Z)', value) for value in values)
-    if family == "glm":
+    if family in ("glm", "hunyuan3-preview"):
         return any(re.search(r"</arg_value>\s*(?:<arg_key>|</tool_call>|\Z)", value) for value in values)
+    if family == "minimax-m3":  # where no schema says what a text is
+        arguments = [call["function"]["arguments"] for call in message["tool_calls"]]
+        inner = [value for each in arguments for value in (each.get("items") or [None])]
+        inner += [value for each in arguments for value in (each.get("inner") or {}).values()]
+        return (
+            any("number" in each and each["number"] is None for each in arguments)
+            or not all(isinstance(value, str) for value in inner if value is not None)
+            or any(value is None for each in arguments for value in each.get("items") or [])
+        )
     return False
 
 
@@ -385,7 +506,7 @@ def without_ids(message):
     return {**message, "tool_calls": [{k: v for k, v in call.items() if k != "id"} for call in message["tool_calls"]]}
 
 
-ALIKE = {"functiongemma", "lfm2", "cohere", "seed-oss", "tool-calls", "deepseek-dsml"}
+ALIKE = {"functiongemma", "lfm2", "cohere", "seed-oss", "tool-calls", "deepseek-dsml", "hunyuan3-preview", "minicpm3"}
 """Families whose format is that of another one with other texts around it."""
 
 

@@ -15,6 +15,7 @@ from torchax_serve.server.parsed_message import joined_calls
 from torchax_serve.server.response_families import FAMILIES, response_template_for
 from torchax_serve.server.response_parsing import AnswerParser
 from torchax_serve.server.schemas import ChatRequest
+from torchax_serve.server.tagged_families import TAGGED_FAMILIES
 from torchax_serve.server.tools import plan_tools
 
 TOOLS = [
@@ -122,6 +123,122 @@ TRANSCRIPTS = [
         "Sure.",
         "",
         [("weather", ARGUMENTS), ("clock", {})],
+    ),
+    (
+        "deepseek-v4",
+        "<｜User｜>hi<｜Assistant｜><think>",
+        'Hm.</think>Look.\n\n<｜DSML｜tool_calls>\n<｜DSML｜invoke name="weather">\n'
+        '<｜DSML｜parameter name="city" string="true">Łódź</｜DSML｜parameter>\n'
+        '<｜DSML｜parameter name="days" string="false">3</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>',
+        "Look.",
+        "Hm.",
+        [("weather", ARGUMENTS)],
+    ),
+    (
+        "hunyuan3",
+        "<｜hy_Assistant:opensource｜><think:opensource>",
+        "Hm.</think:opensource>Look.<tool_calls:opensource>\n<tool_call:opensource>weather<tool_sep:opensource>\n"
+        "<arg_key:opensource>city</arg_key:opensource>\n<arg_value:opensource>Łódź</arg_value:opensource>\n"
+        "<arg_key:opensource>days</arg_key:opensource>\n<arg_value:opensource>3</arg_value:opensource>\n"
+        "</tool_call:opensource>\n<tool_call:opensource>clock<tool_sep:opensource>\n</tool_call:opensource>\n"
+        "</tool_calls:opensource>",
+        "Look.",
+        "Hm.",
+        [("weather", ARGUMENTS), ("clock", {})],
+    ),
+    (
+        "hunyuan3-preview",
+        "<｜hy_Assistant｜>",
+        "<think>Hm.</think><tool_calls>\n<tool_call>weather<tool_sep>\n<arg_key>city</arg_key>\n"
+        "<arg_value>Łódź</arg_value>\n<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>\n</tool_calls>",
+        "",
+        "Hm.",
+        [("weather", ARGUMENTS)],
+    ),
+    (
+        "solar-open",
+        "<|begin|>user<|content|>hi<|end|><|begin|>assistant",
+        "<|think|>Hm.<|end|><|begin|>assistant<|content|>Look.<|end|><|begin|>assistant<|tool_calls|>"
+        f"<|tool_call:begin|>a1b2c3d4e5<|tool_call:name|>weather<|tool_call:args|>{JSON}<|tool_call:end|>"
+        "<|tool_call:begin|>f6g7h8i9j0<|tool_call:name|>clock<|tool_call:args|>{}<|tool_call:end|><|calls|>",
+        "Look.",
+        "Hm.",
+        [("weather", ARGUMENTS), ("clock", {})],
+    ),
+    (
+        "solar-open2",
+        "<|im:start|>assistant<|im:content|><|think:start|>",
+        "Hm.<|think:end|>Look.<|tool_call:start|>weather\n<|tool_arg:start|>city<|tool_arg:value|>Łódź"
+        "<|tool_arg:end|>\n<|tool_arg:start|>days<|tool_arg:value|>3<|tool_arg:end|>\n<|tool_call:end|>",
+        "Look.",
+        "Hm.",
+        [("weather", ARGUMENTS)],
+    ),
+    (
+        "kimi-k3",
+        '<|open|>message role="assistant"<|sep|><|open|>think<|sep|>',
+        "Hm.<|close|>think<|sep|><|open|>response<|sep|>Look.<|close|>response<|sep|><|open|>tools<|sep|>"
+        '<|open|>call tool="weather" index="1"<|sep|><|open|>argument key="city" type="string"<|sep|>Łódź'
+        '<|close|>argument<|sep|><|open|>argument key="days" type="number"<|sep|>3<|close|>argument<|sep|>'
+        '<|close|>call<|sep|><|open|>call tool="clock" index="2"<|sep|><|close|>call<|sep|>'
+        '<|open|>call tool="weather" index="3"<|sep|><|open|>json type="object"<|sep|>'
+        f"{JSON}<|close|>json<|sep|><|close|>call<|sep|><|close|>tools<|sep|><|close|>message<|sep|>",
+        "Look.",
+        "Hm.",
+        [("weather", ARGUMENTS), ("clock", {}), ("weather", ARGUMENTS)],
+    ),
+    (
+        "minimax-m3",
+        "]~b]ai\n",
+        '</mm:think>Look.]<]minimax[>[<tool_call>\n]<]minimax[>[<invoke name="weather">]<]minimax[>[<city>Łódź'
+        "]<]minimax[>[</city>]<]minimax[>[<days>3]<]minimax[>[</days>]<]minimax[>[</invoke>\n"
+        ']<]minimax[>[<invoke name="clock">]<]minimax[>[</invoke>\n]<]minimax[>[</tool_call>',
+        "Look.",
+        "",
+        [("weather", ARGUMENTS), ("clock", {})],
+    ),
+    ("minimax-m3", "]~b]ai\n", "<mm:think>Hm.</mm:think>42", "42", "Hm.", []),
+    (
+        "minicpm5",
+        "<|im_start|>assistant\n<think>\n",
+        'Hm.\n</think>\n\nLook.\n<function name="weather"><param name="city"><![CDATA[Łódź]]></param>'
+        '<param name="days">3</param></function>\n<function name="clock"></function>',
+        "Look.",
+        "Hm.",
+        [("weather", ARGUMENTS), ("clock", {})],
+    ),
+    (
+        "minicpm3",
+        "<|im_start|>assistant\n",
+        "<|thought_start|>\nHm.\n<|thought_end|>\n<|tool_call_start|>\n```python\nweather(city='Łódź',days=3)\n"
+        "clock()\n```\n<|tool_call_end|>\nLook.",
+        "Look.",
+        "Hm.",
+        [("weather", ARGUMENTS), ("clock", {})],
+    ),
+    (
+        "apertus",
+        "<|assistant_start|>",
+        f'<|inner_prefix|>Hm.<|tools_prefix|>[{{"weather": {JSON}}}, {{"clock": {{}}}}]<|tools_suffix|>',
+        "",
+        "Hm.",
+        [("weather", ARGUMENTS), ("clock", {})],
+    ),
+    (
+        "functionary",
+        "<|start_header_id|>assistant<|end_header_id|>\n\n>>>",
+        f"all\nLook.>>>weather\n{JSON}>>>clock\n{{}}",
+        "Look.",
+        "",
+        [("weather", ARGUMENTS), ("clock", {})],
+    ),
+    (
+        "functionary",
+        "<|start_header_id|>assistant<|end_header_id|>\n\n>>>",
+        f"weather\n{JSON}",
+        "",
+        "",
+        [("weather", ARGUMENTS)],
     ),
     ("mistral", "[INST]hi[/INST]", "[THINK]Hm.[/THINK]42", "42", "Hm.", []),
     (
@@ -383,8 +500,8 @@ def test_arguments_come_in_pieces_of_one_json_text(transcript):
     steps = [*map(parser.push, answer), parser.flush()]
     pieces = [piece for step in steps for piece in step.tool_calls if piece["index"] == 0]
     assert len(pieces) > {
-        **dict.fromkeys(("glm", "qwen-xml", "minimax", "seed-oss", "deepseek-dsml"), 1),
-        "lfm2.5": 0,
+        **dict.fromkeys((family.name for family in TAGGED_FAMILIES if "gemma" not in family.name), 1),
+        **dict.fromkeys(("lfm2.5", "minicpm3"), 0),
     }.get(family, 4)
     assert pieces[0]["type"] == "function" and pieces[0]["id"] and pieces[0]["function"]["name"] == "weather"
     assert all(set(piece) == {"index", "function"} and set(piece["function"]) == {"arguments"} for piece in pieces[1:])
@@ -455,6 +572,50 @@ def test_lists_and_objects_may_be_written_as_python_writes_them():
     expected = written | {"l": ["a", "b"], "o": {"a": [True, None]}}
     for pieces in ([answer], list(answer)):
         assert parsed("seed-oss", "", pieces, tools=tools)[2] == [("f", expected)]
+
+
+def test_words_for_types_say_what_no_schema_says():
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"n": {"type": "integer"}}}}}]
+    written = [("n", "true", "3"), ("text", "true", "[1]"), ("list", "false", "[1]"), ("odd", "false", "[1")]
+    body = "".join(
+        f'<｜DSML｜parameter name="{key}" string="{kind}">{text}</｜DSML｜parameter>\n' for key, kind, text in written
+    )
+    answer = f'<｜DSML｜tool_calls>\n<｜DSML｜invoke name="f">\n{body}</｜DSML｜invoke>\n</｜DSML｜tool_calls>'
+    expected = {"n": 3, "text": "[1]", "list": [1], "odd": "[1"}
+    for pieces in ([answer], list(answer)):
+        assert parsed("deepseek-v4", "", pieces, tools=tools)[2] == [("f", expected)]
+
+
+def test_tags_in_each_other_are_objects_and_arrays():
+    point = {"type": "object", "properties": {"x": {"type": "number"}, "item": {"type": "string"}}}
+    properties = {
+        "points": {"type": "array", "items": {"$ref": "#/$defs/point"}},
+        "grid": {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}},
+        "by_name": {"type": "object", "additionalProperties": {"type": "boolean"}},
+        "none": {"type": "array"},
+        "free": {},
+    }
+    schema = {"type": "object", "properties": properties, "$defs": {"point": point}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    arguments = {
+        "points": [{"x": 1.5, "item": "<b>"}, {"item": "2"}],
+        "grid": [[1, 2], [3]],
+        "by_name": {"Łódź": True},
+        "none": [],
+        "free": {"a": ["1", "x"]},
+    }
+
+    def tags(key, value):
+        inner = "".join(tags("item", each) for each in value) if isinstance(value, list) else str(value)
+        inner = "".join(tags(*each) for each in value.items()) if isinstance(value, dict) else inner
+        inner = json.dumps(value) if isinstance(value, bool) else inner
+        return f"]<]minimax[>[<{key}>{inner}]<]minimax[>[</{key}>"
+
+    body = "".join(tags(*each) for each in arguments.items())
+    answer = f']<]minimax[>[<tool_call>\n]<]minimax[>[<invoke name="f">{body}]<]minimax[>[</invoke>\n'
+    answer += "]<]minimax[>[</tool_call>"
+    for pieces in ([answer], list(answer)):
+        assert parsed("minimax-m3", "", pieces, tools=tools) == ("", "", [("f", arguments)])
 
 
 def test_names_may_stand_behind_the_arguments():
@@ -676,10 +837,18 @@ def test_what_is_no_call_comes_at_once(family):
         assert waiting <= 24, answer
 
 
+ANCHORS = {
+    "kimi-k3": '<|open|>message role="assistant"<|sep|>',
+    "hunyuan3": "<｜hy_Assistant:opensource｜>",
+    "hunyuan3-preview": "<｜hy_Assistant｜>",
+}
+"""Texts in front of answers that a pattern describes."""
+
+
 @pytest.mark.parametrize("family", sorted(set(BY_NAME) - {"gpt-oss"}))
 def test_begun_answers_are_continued(family):
     """The text behind the anchor is a part of the message that the answer does not have."""
-    anchor = str(BY_NAME[family].template.get("start_anchor", ""))
+    anchor = str(BY_NAME[family].template.get("start_anchor", ANCHORS.get(family, "")))
     assert parsed(family, f"{anchor}The answer", [" is <think> 42.\n"]) == (" is <think> 42.\n", "", [])
     if (markers := BY_NAME[family].markers) is not None and family not in ("think", "tool-calls"):
         begun = f"{anchor}{markers.opening}\nI think"
@@ -815,7 +984,9 @@ def test_special_tokens_are_shown_where_they_are_texts_of_the_family(family):
         "llama4": set(),
         "gemma4": {'<|"|>'},
         "gpt-oss": set(special),
-        **{name: set() for name in ("functiongemma", "cohere", "seed-oss")},
+        **{name: set() for name in ("functiongemma", "cohere", "seed-oss", "apertus", "functionary", "hunyuan3")},
+        "minicpm3": set(),
+        **{name: set() for name in ("kimi-k3", "minimax-m3", "solar-open", "solar-open2")},
     }
     assert {text for text in special if BY_NAME[family].has_text(text)} == own.get(family, {"<think>"})
 

@@ -58,6 +58,25 @@ class CallStream(Protocol):
         """Number of characters behind which there can be no call; None as long as there can."""
 
 
+Typed = Callable[[str, str, str | None], Any]
+
+
+def argument_piece(name: str | None, key: str, value: Any, written: str) -> CallPiece:
+    """Returns the piece of an argument that is complete.
+
+    Args:
+        name: Name of the function, for its first argument; None for a later one.
+        key: Name of the argument.
+        value: Its value.
+        written: Its text, for a value that is no JSON.
+    """
+    try:
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except (ValueError, RecursionError):
+        text = json.dumps(written, ensure_ascii=False)
+    return CallPiece(name, f"{', ' if name is None else '{'}{json.dumps(key, ensure_ascii=False)}: {text}")
+
+
 class JsonCalls:
     """Calls whose arguments are JSON.
 
@@ -123,7 +142,7 @@ class JsonCalls:
             self._scanner, self._base, self._level = JsonScanner(), None, None
             self._next_call()
             self._scan(following, found)
-        return _merged(found)
+        return merged(found)
 
     def _scan(self, text: str, found: list[CallPiece]) -> None:
         for piece in self._scanner.scan(text):
@@ -194,6 +213,22 @@ class JsonCalls:
         stack = self._scanner.stack
         if self._level is not None and self._base is not None and len(stack) <= self._base:
             self._level = self._base
+
+
+class KeyedCalls(JsonCalls):
+    """Calls that are JSON objects whose key is the name, as Apertus writes them."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+
+    def _outside(self, kind: str, text: str, value: str, depth: int, level: int, found: list[CallPiece]) -> None:
+        """Takes a piece that is not in the arguments."""
+        if kind == "key" and depth == level:
+            if self._is_complete:  # another call in the same object
+                self._next_call()
+            self._name = value
+        elif kind == "open" and text == "{" and depth == level + 1 and self._name:
+            self._held = [text]
 
 
 class DialectCalls(JsonCalls):
@@ -267,9 +302,9 @@ class TaggedCalls:
 
     Args:
         name: Name of the function.
-        pattern: Of a tag, with the groups ``key`` and ``value``.
+        pattern: Of a tag, with the groups ``key`` and ``value``, and perhaps ``kind``, a word for the value's type.
         begin, closing: Texts that begin and end a tag.
-        typed: Returns an argument with the type that the function's schema has for it.
+        typed: Returns an argument, by its name, text and kind, with the type that the function's schema has for it.
     """
 
     def __init__(
@@ -278,7 +313,7 @@ class TaggedCalls:
         pattern: str,
         begin: str,
         closing: str,
-        typed: Callable[[Mapping[str, str]], Mapping[str, Any]],
+        typed: Typed,
     ) -> None:
         self._name, self._pattern, self._typed = name, re.compile(pattern, re.DOTALL), typed
         self._begin, self._closing = begin, closing
@@ -315,7 +350,7 @@ class TaggedCalls:
         if begin < 0 or not self._begin.startswith(behind):
             begin = max(0, len(self._tail) - len(self._closing) + 1)
         self._tail = self._tail[begin:]
-        return _merged(found)
+        return merged(found)
 
     def _open(self) -> None:
         """Finds whether the text behind the last tag begins another one, or can begin none."""
@@ -328,28 +363,23 @@ class TaggedCalls:
             self.end = self._num_read + len(body) - len(begun)
 
     def _tags(self, text: str) -> list[CallPiece]:
-        return [self._piece(tag["key"], tag["value"]) for tag in self._pattern.finditer(text)]
+        return [self._piece(tag.groupdict()) for tag in self._pattern.finditer(text)]
 
-    def _piece(self, key: str, value: str) -> CallPiece:
-        typed = self._typed({key: value})[key]
-        try:
-            text = json.dumps(typed, ensure_ascii=False, allow_nan=False)
-        except (ValueError, RecursionError):
-            text = json.dumps(value, ensure_ascii=False)
-        lead = ", " if self._has_arguments else "{"
-        name = None if self._has_arguments else self._name
+    def _piece(self, tag: Mapping[str, str]) -> CallPiece:
+        found = self._typed(tag["key"], tag["value"], tag.get("kind"))
+        piece = argument_piece(None if self._has_arguments else self._name, tag["key"], found, tag["value"])
         self._has_arguments = True
-        return CallPiece(name, f"{lead}{json.dumps(key, ensure_ascii=False)}: {text}")
+        return piece
 
     def close(self) -> list[CallPiece]:
         """Returns the last argument and the end of the arguments, if there were any and none is cut."""
         found = self._tags("".join(self._parts))
         if self._has_arguments and not self.is_inside:
             found.append(CallPiece(None, "}", is_last=True))
-        return _merged(found)
+        return merged(found)
 
 
-def _merged(pieces: list[CallPiece]) -> list[CallPiece]:
+def merged(pieces: list[CallPiece]) -> list[CallPiece]:
     """Returns the pieces with those of one call in one."""
     found: list[CallPiece] = []
     for piece in pieces:

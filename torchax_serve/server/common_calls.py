@@ -9,9 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torchax_serve.server.call_forms import CallForm
-from torchax_serve.server.notes import note_once
-from torchax_serve.server.response_families import (
+from torchax_serve.server.call_fields import (
     HERMES_CALL,
     INLINE_CALL,
     MISTRAL_CALLS,
@@ -20,6 +18,8 @@ from torchax_serve.server.response_families import (
     XML_END,
     python_calls,
 )
+from torchax_serve.server.call_forms import CallForm
+from torchax_serve.server.notes import note_once
 from torchax_serve.server.response_family import CALLS, EACH, INLINE, MARKER, OBJECT, ResponseFamily, at_start, fields
 from torchax_serve.text.messages import text_of
 

@@ -26,8 +26,6 @@ _KEYS: Mapping[str, set[str]] = {
     "array": {"items", "minItems", "maxItems"},
     "object": {"properties", "required", "additionalProperties"},
 }
-_NO_DELIMITER = r"([^<]|(<+\|)*<+([^<|]|\|[^\"<]))*(<+\|)*<*"
-"""Texts without ``<|"``, in which a delimiter could be spelled by other tokens than its own."""
 _MOST = 1 << 16
 """Most items and characters that a schema may ask for."""
 
@@ -40,6 +38,7 @@ class DialectRules:
     Args:
         prefix: Beginning of the names of rules.
         delimiter: Terms of the grammar for the text around a string.
+        spelled: That text.
         root: The schema; its closed form is `root`, to which its references refer.
         json_rule: Returns the term of a JSON text that follows a schema.
         is_special: Whether the delimiter is a special token, which no text of a grammar matches; else strings end with
@@ -47,9 +46,17 @@ class DialectRules:
     """
 
     def __init__(
-        self, prefix: str, delimiter: str, root: Mapping[str, Any], json_rule: Callable[[Any], str], *, is_special: bool
+        self,
+        prefix: str,
+        delimiter: str,
+        spelled: str,
+        root: Mapping[str, Any],
+        json_rule: Callable[[Any], str],
+        *,
+        is_special: bool,
     ) -> None:
         self._prefix, self._delimiter, self._json = prefix, delimiter, json_rule
+        self._text = _without(spelled)
         self._given = root
         self._is_special = is_special
         self._rules: dict[str, str] = {}
@@ -124,7 +131,7 @@ class DialectRules:
             end = "" if re.search(r"(?<!\\)(\\\\)*\$\Z", str(pattern)) else r"(.|\n)*"
             body = f"{begin}({str(pattern).removeprefix('^').removesuffix('$' if not end else '')}){end}"
         else:
-            body = f"[^<]{bounds}" if bounds else _NO_DELIMITER
+            body = f"[^<]{bounds}" if bounds else self._text
         if not self._is_special and pattern is None and not bounds:
             return self._rule("text", f"{self._delimiter} string")
         text = self._rule("TEXT", f"/{body.replace('/', chr(92) + '/')}/")
@@ -154,23 +161,9 @@ class DialectRules:
         if missing := required - {key for key, _ in members}:
             raise _refused(f"a required argument without a schema ({sorted(missing)[0]!r:.60})")
         parts = [(self._rule("member", f'"{key}:" {self.value(value)}'), key in required) for key, value in members]
-        return self._rule("object", self._members(parts))
-
-    def _members(self, parts: Sequence[tuple[str, bool]]) -> str:
-        """Returns the body of an object whose members stand in this order, with commas.
-
-        Some may be missing.
-        """
-        behind, first, may_be_empty = "", "", True  # members behind another one; members of which there is one at least
-        for part, is_required in reversed(parts):
-            begun = f"{part} {behind}".strip()
-            first = begun if is_required or not first else f"({begun} | {self._rule('first', first)})"
-            may_be_empty = may_be_empty and not is_required
-            here = f'"," {part}' if is_required else f'("," {part})?'
-            behind = self._rule("behind", f"{here} {behind}".strip())
-        if not first:
-            return '"{}"'
-        return f'"{{" ({first})? "}}"' if may_be_empty else f'"{{" {first} "}}"'
+        body, rules = in_order(parts, '","', f"{self._prefix}_behind{len(self._rules)}")
+        self._rules.update(rules)
+        return self._rule("object", f'"{{" {body} "}}"')
 
     def _literal(self, value: Any) -> str:
         if isinstance(value, str):
@@ -215,6 +208,42 @@ class DialectRules:
         name = f"{self._prefix}_{kind}{len(self._rules)}"
         self._rules[name.upper() if kind == "TEXT" else name] = body
         return name.upper() if kind == "TEXT" else name
+
+
+def _without(delimiter: str) -> str:
+    """Returns a pattern of texts without the first three characters of a delimiter.
+
+    With them, it could be spelled by other tokens than its own.
+    """
+    first, second, third = (f"\\x{{{ord(char):x}}}" for char in delimiter[:3])
+    begun = f"{first}+{second}"
+    return f"([^{first}]|({begun})*{first}+([^{first}{second}]|{second}[^{third}{first}]))*({begun})*{first}*"
+
+
+def in_order(parts: Sequence[tuple[str, bool]], separator: str, name: str) -> tuple[str, dict[str, str]]:
+    """Returns terms for parts that stand in this order, and the rules that they need.
+
+    Args:
+        parts: Name of each part's rule, and whether it must be there.
+        separator: Term between two parts; empty for none.
+        name: Beginning of the names of rules.
+    """
+    if not separator:
+        return " ".join(part if is_required else f"{part}?" for part, is_required in parts), {}
+    rules: dict[str, str] = {}
+    behind, first, may_be_empty = "", "", True  # parts behind another one; parts of which there is one at least
+    for part, is_required in reversed(parts):
+        begun = f"{part} {behind}".strip()
+        if is_required or not first:
+            first = begun
+        else:
+            rules[alternative := f"{name}_{len(rules)}"] = first
+            first = f"({begun} | {alternative})"
+        may_be_empty = may_be_empty and not is_required
+        here = f"{separator} {part}" if is_required else f"({separator} {part})?"
+        rules[follows := f"{name}_{len(rules)}"] = f"{here} {behind}".strip()
+        behind = follows
+    return f"({first})?" if first and may_be_empty else first, rules
 
 
 def _kind_of(schema: Mapping[str, Any]) -> str | None:

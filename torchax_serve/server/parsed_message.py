@@ -132,6 +132,13 @@ class MessageWriter:
         self._is_behind_region["content"] = True
         self._is_behind_region["reasoning"] = True
 
+    def bound_content(self, step: ParsedStep) -> None:
+        """Takes that content begins or ends here; spaces next to it are its own."""
+        if not self._is_behind_region["content"]:
+            step.content += self._held["content"]
+        self._held["content"] = ""
+        self._is_behind_region["content"] = False
+
     def flush(self, step: ParsedStep) -> None:
         """Adds spaces at the end of the message that stand in front of nothing that was parsed."""
         for field, held in self._held.items():

@@ -19,6 +19,8 @@ CALLS = "tool_calls"
 """Beginning of the names of fields with tool calls, one for each spelling."""
 INLINE = f"{CALLS}_inline"
 """Field of calls that stand in other text without a text of the format: only calls of tools of the request are ones."""
+SHOWN = "content_"
+"""Beginning of the names of fields with content that stands between texts of the format."""
 REASONING = ("reasoning", "reasoning_content", "thinking")
 """Names of the field of reasoning."""
 CALL = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
@@ -27,6 +29,12 @@ OBJECT = {"type": "function", "function": "{content}"}
 """Call that is one JSON object."""
 EACH = {"type": "function", "function": {"name": "{name}", "arguments": "{arguments}"}}
 """Call of a list, whose items have a name and arguments."""
+KEYED = {"type": "function", "function": {"calls": "{content}"}}
+"""Calls that are objects, or a list of them, whose one key is the name and whose value are the arguments."""
+THINK = ReasoningMarkers("<think>", "</think>")
+"""Texts around the reasoning of most families."""
+CHATML = "<|im_start|>assistant\n"
+"""Beginning of an answer in many families."""
 _START = r"(?<![\s\S])"
 
 
@@ -88,7 +96,7 @@ class ResponseFamily:
         fields = self.template["fields"]
         if "open" in fields.get("content", {}) or "open_pattern" in fields.get("content", {}):
             return self.template  # what is outside of its texts is dropped
-        has_regions = any(name.startswith("content_") for name in fields)  # markers stand between messages then
+        has_regions = any(name.startswith(SHOWN) for name in fields)  # markers stand between messages then
         dropped = CALLS if has_regions else (CALLS, MARKER)
         kept = {name: field for name, field in fields.items() if not name.startswith(dropped)}
         plain = {} if self.markers is None else reasoning(self.markers)
@@ -135,6 +143,11 @@ def fields(
     for index, field in enumerate(tool_calls):
         found[f"{CALLS}_{index}" if index else CALLS] = {"repeats": True, **field}
     return found
+
+
+def content_between(begin: str, end: str) -> dict[str, Any]:
+    """Returns the field of content that stands between patterns, wherever they are."""
+    return {f"{SHOWN}shown": {"open_pattern": begin, "close_pattern": end, "repeats": True}}
 
 
 def at_start(pattern: str) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 from torchax_serve.server.call_ids import CallIds
 from torchax_serve.server.call_stream import CallPiece
 from torchax_serve.server.parsed_message import MessageWriter, ParsedStep
-from torchax_serve.server.response_family import CALLS, MARKER, REASONING, ResponseFamily
+from torchax_serve.server.response_family import CALLS, MARKER, REASONING, SHOWN, ResponseFamily
 from torchax_serve.server.schema_types import typed_tools
 
 
@@ -37,7 +37,10 @@ class AnswerParser:
         from torchax_serve.server.tolerant_parser import TolerantParser  # imports transformers
 
         template = family.template if tools else family.without_calls()
-        self._parser = TolerantParser(template, family.markers, reads_calls=bool(tools), tools=typed_tools(tools))
+        schemas = {tool["function"]["name"]: tool["function"].get("parameters") for tool in tools}
+        self._parser = TolerantParser(
+            template, family.markers, reads_calls=bool(tools), schemas=schemas, tools=typed_tools(tools)
+        )
         self._names = {tool["function"]["name"] for tool in tools}
         self._message = MessageWriter(max_tool_calls, CallIds(family.id_form))
         start = self._parser.answer_start(prompt).rstrip()  # spaces may begin a text, which the answer does not have
@@ -86,6 +89,8 @@ class AnswerParser:
                     self._message.add_text(name, event.get("text", ""), step)
                 if name == "reasoning" and kind != "region_chunk":
                     self._message.end_region(step)
+                elif field.startswith(SHOWN) and kind != "region_chunk":
+                    self._message.bound_content(step)
 
     def _take_calls(self, event: Mapping[str, Any], step: ParsedStep) -> None:
         """Takes an event of a region with tool calls."""

@@ -74,6 +74,11 @@ def _own_types(schema: Mapping[str, Any]) -> list[str]:
     return found
 
 
+def kind_of(value: Any) -> str:
+    """Returns the type of a JSON value."""
+    return _KINDS[type(value)]
+
+
 def values_of(schema: Any, root: Mapping[str, Any]) -> list[Any] | None:
     """Returns the values that follow a schema, where it lists them; None elsewhere."""
     if not isinstance(schema, Mapping):

@@ -1,32 +1,40 @@
 """transformers' parser of response templates, for texts that may not be as they expect."""
 
-# ruff: noqa: RUF001  (the markers of DeepSeek have other bars than ASCII)
 from __future__ import annotations
 
 import ast
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from transformers.utils.chat_parsing import ResponseParser
 
 from torchax_serve.sampling.thinking_budget import ReasoningMarkers
-from torchax_serve.server.call_stream import CallPiece, CallStream, DialectCalls, JsonCalls, TaggedCalls
+from torchax_serve.server.call_stream import (
+    CallPiece,
+    CallStream,
+    DialectCalls,
+    JsonCalls,
+    KeyedCalls,
+    TaggedCalls,
+    Typed,
+)
+from torchax_serve.server.nested_calls import NestedCalls
 from torchax_serve.server.python_calls import PythonCalls
-from torchax_serve.server.response_family import CALLS, INLINE, REASONING
+from torchax_serve.server.response_family import CALLS, INLINE, KEYED, REASONING
 
 MAX_HELD_CHARS = 1 << 12
 """Characters of parsed text after which the parser's buffer is cut, so that time stays linear in the length."""
 LOOK_BACK = 1 << 10
 """Characters that stay in it, for patterns that look back, and for text that is read once more."""
-_TAGS = (
-    ("<parameter=", "</parameter>"),
-    ('<parameter name="', "</parameter>"),
-    ('<｜DSML｜parameter name="', "</｜DSML｜parameter>"),
-    ("<arg_key>", "</arg_value>"),
+_PLAIN = r"(?:\\\W|[^\\()\[\]{}*+?|^$.])+"
+_TAG = re.compile(
+    rf"(?P<begin>{_PLAIN})\(\?P<key>.*\(\?P<value>\.\*\?\)(?:\\n\??|\(\?\(\w+\)[^()]*\))?(?P<closing>{_PLAIN})(?:\(\?=.*)?"
 )
-"""Texts that begin and end an argument, where each stands by itself."""
+"""Pattern of an argument between two texts that stand for themselves."""
+_NESTED = "(?P=key)"
+"""Part of the pattern of an argument whose closing text has its name, which may have others in it."""
 _UNMARKED = re.compile(r"[\s;,]*(?:```\w*\s*)?")
 """Beginning of a region that other text could begin with as well."""
 
@@ -41,6 +49,7 @@ class TolerantParser(ResponseParser):
         template: Of the family.
         markers: Texts around the reasoning.
         reads_calls: Whether there are tools, so that calls are read.
+        schemas: Of the arguments of the functions, by name.
         **options: Of transformers' parser.
     """
 
@@ -50,6 +59,7 @@ class TolerantParser(ResponseParser):
         markers: ReasoningMarkers | None = None,
         *,
         reads_calls: bool,
+        schemas: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
         fields: Mapping[str, Mapping[str, Any]] = template["fields"]
@@ -58,7 +68,7 @@ class TolerantParser(ResponseParser):
             self._openings |= dict.fromkeys(self._openings, markers.opening)
         self._raw = self._closing = ""
         self._parts: list[str] = []
-        self._reads_calls = reads_calls
+        self._reads_calls, self._schemas = reads_calls, schemas or {}
         self._stream: CallStream | None = None  # of the open region
         self._num_pushed, self._pieces, self._has_calls = 0, list[CallPiece](), False
         self._is_none = False  # whether the open region is no call
@@ -212,6 +222,8 @@ class TolerantParser(ResponseParser):
         name = captures.get("name")
         function = field.transform.get("function") if isinstance(field.transform, dict) else None
         is_behind = function == {"name": "{name}", "arguments": "{content}"} and name
+        if field.content == "json" and field.transform == KEYED:
+            return KeyedCalls()
         if field.content == "json" and not field.content_args:
             is_inside = function == "{content}" or field.transform_each
             is_inside = is_inside or (isinstance(function, dict) and function.get("name") == "{content.name}")
@@ -224,19 +236,26 @@ class TolerantParser(ResponseParser):
         if field.content == "python-call-list" and self._is_marked:
             return PythonCalls()
         if field.content == "xml-inline" and is_behind and set(field.content_args) == {"tag_pattern"}:
-            pattern = field.content_args["tag_pattern"]
-            tags = next((tags for tags in _TAGS if pattern.startswith(tags[0])), None)
-            return None if tags is None else TaggedCalls(str(name), pattern, *tags, self._typed(str(name)))
+            return self._tag_stream(str(name), field.content_args["tag_pattern"])
         return None
 
-    def _typed(self, name: str) -> Callable[[Mapping[str, str]], Mapping[str, Any]]:
+    def _tag_stream(self, name: str, pattern: str) -> CallStream | None:
+        """Returns a reader of arguments in tags; None if their pattern has an unknown form."""
+        begin, is_nested, _ = pattern.partition("(?P<key>")
+        if is_nested and _NESTED in pattern:
+            return NestedCalls(name, _plain(begin).removesuffix("<"), self._schemas.get(name))
+        tag = _TAG.fullmatch(pattern)
+        return tag and TaggedCalls(name, pattern, _plain(tag["begin"]), _plain(tag["closing"]), self._typed(name))
+
+    def _typed(self, name: str) -> Typed:
         """Returns what gives arguments of a function the types of its schema."""
 
-        def typed(arguments: Mapping[str, str]) -> Mapping[str, Any]:
-            call = {"function": {"name": name, "arguments": dict(arguments)}}
-            found: Mapping[str, Any] = self._coerce_tool_calls(call)["function"]["arguments"]
-            schemas = self._tool_params.get(name) or {}
-            return {key: _of_python(value, _types_of(schemas.get(key))) for key, value in found.items()}
+        def typed(key: str, text: str, kind: str | None) -> Any:
+            types = _types_of((self._tool_params.get(name) or {}).get(key))
+            if kind is not None and (not types or "string" in types):
+                return text if kind in ("string", "true") else _of_json(text)
+            call = {"function": {"name": name, "arguments": {key: text}}}
+            return _of_python(self._coerce_tool_calls(call)["function"]["arguments"][key], types)
 
         return typed
 
@@ -258,6 +277,18 @@ class _RegionEnd:
     def groupdict(self) -> dict[str, str]:
         """Returns no groups."""
         return {}
+
+
+def _plain(pattern: str) -> str:
+    """Returns the text of a pattern that stands for itself."""
+    return re.sub(r"\\(\W)", r"\1", pattern)
+
+
+def _of_json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
 
 
 def _types_of(schema: Any) -> Sequence[str]:
