@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+from collections.abc import Container, Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 import pydantic
@@ -145,11 +146,23 @@ def notes_of(model: type[ApiRequest]) -> dict[str, FieldNote]:
     return found
 
 
-def field_table(model: type[ApiRequest]) -> str:
-    """Returns the fields of a request model as a table in Markdown."""
-    lines = ["| Field | Effect | |", "|---|---|---|"]
-    lines += [f"| `{name}` | {note.effect} | {note.text} |" for name, note in sorted(notes_of(model).items())]
-    return "\n".join(lines)
+def field_table(model: type[ApiRequest], left_out: Container[str] = ()) -> str:
+    """Returns the fields of a request model as a table in Markdown, without `left_out`."""
+    notes = {name: note for name, note in sorted(notes_of(model).items()) if name not in left_out}
+    return table_of(notes)
+
+
+def table_of(notes: Mapping[str, FieldNote]) -> str:
+    """Returns notes of fields as a table in Markdown, a row for those with the same note.
+
+    Rows say of fields that are not honoured that they have no effect, or are refused.
+    """
+    prefixes = {"honoured": "", "no effect": "no effect: ", "refused": "refused: "}
+    names: dict[str, list[str]] = {}
+    for name, note in notes.items():
+        names.setdefault(prefixes[note.effect] + note.text, []).append(f"`{name}`")
+    rows = [f"| {', '.join(same)} | {text} |" for text, same in names.items()]
+    return "\n".join(["| Field | Meaning |", "|---|---|", *rows])
 
 
 def json_kind(value: Any) -> str:
