@@ -28,7 +28,7 @@ from model_adapters.ops.tpu import state_chunks, state_steps
 
 SHAPES = {
     "gated delta rule": DeltaShape(num_tokens=512),
-    "Kimi delta attention": DeltaShape(key_heads=32, by_column=True, num_tokens=1),
+    "Kimi delta attention": DeltaShape(key_heads=32, by_column=True, num_tokens=512),
     "state space": SpaceShape(num_tokens=512),
 }
 """Of Qwen3-Next and Kimi Linear, of Nemotron-H with 64 heads."""

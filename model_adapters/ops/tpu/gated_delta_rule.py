@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental.pallas import tpu as pltpu
 
 from model_adapters.ops import registry
 from model_adapters.ops.gated_delta_rule import OP, chunked, prepared, unit
@@ -130,35 +132,153 @@ def _inverses_of_blocks(systems: Heads) -> Heads:
     return inverses
 
 
+@dataclass(frozen=True)
+class _DecaysOfHead:
+    """Decays of a chunk that all columns of keys share.
+
+    ``total[C, 128]`` are logarithms, added up to each token.
+    """
+
+    total: jax.Array
+
+    def pairs(self, q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns keys and queries i times keys j as they have decayed until i; 0 for j > i."""
+        size, between = k.shape[0], state_chunks.decays_between(self.total)
+        made = state_chunks.times(jnp.concatenate([k, q], axis=0), k, (1, 1))
+        return made[:size] * between, made[size:] * between
+
+    def since_begin(self, x: jax.Array) -> jax.Array:
+        """Returns ``x[C, K]`` times what is left at each token of the state in front of the chunk."""
+        return x * across(jnp.exp(self.total), x.shape[1])
+
+    def until_end(self, x: jax.Array) -> jax.Array:
+        """Returns ``x[C, K]`` times what is left of each token at the end of the chunk."""
+        return x * across(jnp.exp(self.total[-1:] - self.total), x.shape[1])
+
+    def of_state(self, state: jax.Array) -> jax.Array:
+        """Returns what is left of ``state[K, V]`` at the end of the chunk."""
+        return state * across(jnp.exp(self.total[-1:]), state.shape[1])
+
+
+@dataclass(frozen=True)
+class _DecaysOfColumns:
+    """Decays of a chunk by column of keys.
+
+    A product of two tokens' decayed vectors needs a place between them from which both decay, or one of them would
+    grow without bound. So tokens are halved again and again: of each pair there is one width of halves at which it has
+    a token in either half of a block. From the border between the halves on the later token decays, and up to it the
+    earlier one. Logarithms are added up within halves only, so that none is the difference of two large sums.
+
+    Attributes:
+        by_width: ``[C, K]`` each, decays between a token and the border, for halves of 1, 2, 4, ... tokens.
+        since: ``[C, K]``, decays from the chunk's begin to each token, inclusive.
+        until: ``[C, K]``, decays behind each token to the chunk's end.
+        total: ``[1, K]``, of all tokens.
+    """
+
+    by_width: list[jax.Array]
+    since: jax.Array
+    until: jax.Array
+    total: jax.Array
+
+    @classmethod
+    def of(cls, logarithms: jax.Array) -> _DecaysOfColumns:
+        """Returns the decays of ``logarithms[C, K]``."""
+        size, width, by_width = logarithms.shape[0], 1, []
+        row = lax.broadcasted_iota(jnp.int32, logarithms.shape, 0)
+        upto, behind, total = logarithms, jnp.zeros_like(logarithms), logarithms
+        while width < size:
+            is_later = row // width % 2 == 1
+            by_width.append(jnp.exp(jnp.where(is_later, upto, behind)))
+            other = _of_other_half(total, width)
+            upto, behind = jnp.where(is_later, upto + other, upto), jnp.where(is_later, behind, behind + other)
+            total, width = total + other, 2 * width
+        return cls(by_width, jnp.exp(upto), jnp.exp(behind), jnp.exp(total[:1]))
+
+    def pairs(self, q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns keys and queries i times keys j as they have decayed until i; 0 for j > i."""
+        size = k.shape[0]
+        row, column = (lax.broadcasted_iota(jnp.int32, (size, size), axis) for axis in (0, 1))
+        of_keys = jnp.zeros((size, size), jnp.float32)
+        of_queries = jnp.where(row == column, jnp.sum(q * k, axis=1, keepdims=True), 0.0)
+        for level, decays in enumerate(self.by_width):
+            width, keys, queries = 1 << level, k * decays, q * decays
+            is_pair = (row // (2 * width) == column // (2 * width)) & (row // width > column // width)
+            made_of: tuple[jax.Array, ...]
+            if width < SUBLANES:
+                made = state_chunks.times(jnp.concatenate([keys, queries], axis=0), keys, (1, 1))
+                made_of = made[:size], made[size:]
+            else:  # rows of earlier halves have no pair
+                later = [slice(begin, begin + width) for begin in range(width, size, 2 * width)]
+                made = state_chunks.times(
+                    jnp.concatenate([x[at] for x in (keys, queries) for at in later]), keys, (1, 1)
+                )
+                made_of = tuple(_behind_zeros(part, width) for part in jnp.split(made, 2))
+            of_keys, of_queries = (
+                jnp.where(is_pair, new, found) for new, found in zip(made_of, (of_keys, of_queries), strict=True)
+            )
+        return of_keys, of_queries
+
+    def since_begin(self, x: jax.Array) -> jax.Array:
+        """Returns ``x[C, K]`` times what is left at each token of the state in front of the chunk."""
+        return x * self.since
+
+    def until_end(self, x: jax.Array) -> jax.Array:
+        """Returns ``x[C, K]`` times what is left of each token at the end of the chunk."""
+        return x * self.until
+
+    def of_state(self, state: jax.Array) -> jax.Array:
+        """Returns what is left of ``state[K, V]`` at the end of the chunk."""
+        dim = state.shape[0]
+        row, lane = (lax.broadcasted_iota(jnp.int32, (dim, dim), axis) for axis in (0, 1))
+        return state * jnp.sum(jnp.where(row == lane, self.total, 0.0), axis=1, keepdims=True)
+
+
+def _of_other_half(x: jax.Array, width: int) -> jax.Array:
+    """Returns ``x[C, K]``, the same in `width` rows each, of the other half of a row's block."""
+    size, columns = x.shape
+    if width >= SUBLANES:
+        return jnp.concatenate([x[(begin ^ width) : (begin ^ width) + width] for begin in range(0, size, width)])
+    tiles = x.reshape(size // SUBLANES, SUBLANES, columns)
+    earlier, later = pltpu.roll(tiles, width, 1), pltpu.roll(tiles, SUBLANES - width, 1)
+    is_later = lax.broadcasted_iota(jnp.int32, tiles.shape, 1) // width % 2 == 1
+    return jnp.where(is_later, earlier, later).reshape(size, columns)
+
+
+def _behind_zeros(x: jax.Array, width: int) -> jax.Array:
+    """Returns ``x[R, C]`` with `width` rows of zeros in front of `width` of it each."""
+    zeros = jnp.zeros((width, x.shape[1]), x.dtype)
+    return jnp.concatenate([part for at in range(0, x.shape[0], width) for part in (zeros, x[at : at + width])])
+
+
 def _chunk(
     vectors: Heads, numbers: list[Heads], states: Heads, *, lanes: Sequence[slice], width: int
 ) -> tuple[Heads, Heads]:
     """Returns results ``[C, width]`` of a chunk of some heads, and their next states.
 
-    The method is that of Yang et al. (2024), section 3.3.
+    The method is that of Yang et al. (2024), section 3.3. Logarithms of decays are vectors behind q, k and v, or else
+    the first kind of numbers, added up.
     """
     times, size, heads = state_chunks.times, vectors[0].shape[0], range(len(vectors))
-    q, k, v = ([x[:, each] for x in vectors] for each in lanes)
-    totals, betas = numbers
+    q, k, v, *by_column = ([x[:, each] for x in vectors] for each in lanes)
+    *totals, betas = numbers
+    decays: list[Any] = [*map(_DecaysOfColumns.of, *by_column)] if by_column else [*map(_DecaysOfHead, *totals)]
     row, column = (lax.broadcasted_iota(jnp.int32, (size, size), axis) for axis in (0, 1))
-    pairs = [times(jnp.concatenate([k[n], q[n]], axis=0), k[n], (1, 1)) for n in heads]
-    between = [state_chunks.decays_between(total) for total in totals]
-    systems = [jnp.where(row > column, pairs[n][:size] * between[n] * betas[n][:, :size], 0.0) for n in heads]
+    pairs = [decays[n].pairs(q[n], k[n]) for n in heads]
+    systems = [jnp.where(row > column, pairs[n][0] * betas[n][:, :size], 0.0) for n in heads]
     inverses = _inverses(systems)
-    since = [jnp.exp(total) for total in totals]
     right = [
-        jnp.concatenate([v[n] * across(betas[n], v[n].shape[1]), k[n] * across(betas[n] * since[n], k[n].shape[1])], 1)
+        across(betas[n], v[n].shape[1] + k[n].shape[1]) * jnp.concatenate([v[n], decays[n].since_begin(k[n])], axis=1)
         for n in heads
     ]
     solved = [times(inverses[n], right[n]) for n in heads]
     ends = v[0].shape[1]
-    left = [jnp.concatenate([solved[n][:, ends:], q[n] * across(since[n], q[n].shape[1])], axis=0) for n in heads]
+    left = [jnp.concatenate([solved[n][:, ends:], decays[n].since_begin(q[n])], axis=0) for n in heads]
     known = [times(left[n], states[n]) for n in heads]
     new = [solved[n][:, :ends] - known[n][:size] for n in heads]
-    out = [known[n][size:] + times(pairs[n][size:] * between[n], new[n]) for n in heads]
-    last = [total[size - 1 :] for total in totals]
-    kept = [k[n] * across(jnp.exp(last[n] - totals[n]), k[n].shape[1]) for n in heads]
-    states = [states[n] * across(jnp.exp(last[n]), ends) + times(kept[n], new[n], (0, 0)) for n in heads]
+    out = [known[n][size:] + times(pairs[n][1], new[n]) for n in heads]
+    kept = [decays[n].until_end(k[n]) for n in heads]
+    states = [decays[n].of_state(states[n]) + times(kept[n], new[n], (0, 0)) for n in heads]
     if missing := width - ends:
         out = [jnp.concatenate([each, jnp.zeros((size, missing), jnp.float32)], axis=1) for each in out]
     return out, states
@@ -180,23 +300,23 @@ def gated_delta_rule(
     *,
     is_normed: bool,
 ) -> tuple[jax.Array, jax.Array]:
-    """Computes single tokens by one kernel and chunks of the others by another, in place.
-
-    Chunks with decays by column are walked as the reference does.
-    """
+    """Computes single tokens by one kernel and chunks of the others by another, in place."""
     first = first_tokens(segments, v.shape[0])
     queries, keys, values, decays, betas = (x[first].astype(jnp.float32) for x in (q, k, v, g, beta))
     if is_normed:
         queries, keys = unit(queries), unit(keys)
     queries = queries * q.shape[2] ** -0.5
     singles, pool = _singles(queries, keys, values, decays, betas, pool, segments)
-    if g.ndim == 3 or state_chunks.unsupported_reason(pool, v.shape[0]) is not None:
+    if state_chunks.unsupported_reason(pool, v.shape[0]) is not None:
         return chunked(q, k, v, g, beta, pool, segments, singles, is_normed=is_normed)
     size = state_chunks.chunk_len(v.shape[0])
     chunks = Chunks.of(segments, v.shape[0], size)
-    numbers = [state_chunks.numbers_by_chunk(x, chunks, size) for x in (g, beta)]
-    numbers[0] = jnp.cumsum(numbers[0], axis=1)
-    tokens, lanes = state_chunks.side_by_side([*prepared(q, k, v.shape[1], is_normed), v], size)
+    vectors, numbers = [*prepared(q, k, v.shape[1], is_normed), v], [state_chunks.numbers_by_chunk(beta, chunks, size)]
+    if g.ndim == 3:
+        vectors.append(g)
+    else:
+        numbers.insert(0, jnp.cumsum(state_chunks.numbers_by_chunk(g, chunks, size), axis=1))
+    tokens, lanes = state_chunks.side_by_side(vectors, size)
     compute = functools.partial(_chunk, lanes=lanes, width=round_up(v.shape[2], LANES))
     name = "gated_delta_rule_chunk"
     out, pool = state_chunks.run_chunks(name, compute, tokens, numbers, chunks, pool, segments, singles)
