@@ -120,4 +120,17 @@ def _kernel_unsupported_reason(*operands: Any, **options: Any) -> str | None:
 
 
 registry.register(OP, "cpu-ffi", ("cpu",), unsupported_reason=_kernel_unsupported_reason)(recurrent.selective_scan)
+registry.register_module(OP, "tpu", "model_adapters.ops.tpu.selective_scan")
 spmd.leave_to_partitioner(OP, reference)
+spmd.shard_states_by_heads(
+    OP,
+    (
+        *(spmd.BY_AXIS_1,) * 2,  # x, dt
+        spmd.BY_AXIS_0,  # a
+        *(spmd.BY_AXIS_1,) * 2,  # b, c
+        spmd.BY_AXIS_0,  # d
+        spmd.BY_AXIS_1,
+    ),
+    grouped=(3, 4),
+    are_channels=True,
+)

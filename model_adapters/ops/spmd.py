@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -272,7 +273,9 @@ def shard_by_heads(
     )(sharded)
 
 
-def shard_states_by_heads(op: str, specs: tuple[PartitionSpec, ...], grouped: tuple[int, ...]) -> None:
+def shard_states_by_heads(
+    op: str, specs: tuple[PartitionSpec, ...], grouped: tuple[int, ...], *, are_channels: bool = False
+) -> None:
     """Registers an implementation of a recurrent `op` that runs on each accelerator's heads.
 
     States, ``[rows, heads, ...]``, are divided as `state_spec` says; where their heads do not divide, every device
@@ -283,15 +286,18 @@ def shard_states_by_heads(op: str, specs: tuple[PartitionSpec, ...], grouped: tu
         specs: How its positional arrays are divided, the pool last; the segments that follow are on every device.
         grouped: Positions of arrays ``[tokens, groups, ...]`` that several heads share. They are repeated for each head
             if the groups do not divide.
+        are_channels: Whether the heads are channels, for each of which that would be too much: groups are then repeated
+            until they divide.
     """
 
     def sharded(*args: Any, **options: Any) -> Any:
         mesh, given, heads = mesh_in_use(), list(args), args[len(specs) - 1].shape[1]
-        divides = divides_heads(heads, heads, mesh)
+        divides, shards = divides_heads(heads, heads, mesh), 1 if mesh is None else mesh.shape.get(AXIS, 1)
         for number in grouped:
             groups = given[number].shape[1]
             if divides and not divides_heads(groups, groups, mesh):
-                given[number] = jnp.repeat(given[number], heads // groups, axis=1)
+                times = shards // math.gcd(groups, shards) if are_channels else heads // groups
+                given[number] = jnp.repeat(given[number], times, axis=1)
         with_paths, structure = jax.tree_util.tree_flatten_with_path(tuple(given))
         numbers = [path[0].idx for path, _ in with_paths]
         in_specs = tuple(specs[n] if divides and n < len(specs) else REPLICATED for n in numbers)

@@ -1,12 +1,21 @@
 """Calls of recurrent layers, and their compilation for TPU chips that need not be there."""
 
+import math
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from model_adapters.ops import Segments, gated_delta_rule, on_platform, state_space, use
+from model_adapters.ops import (
+    Segments,
+    gated_delta_rule,
+    linear_recurrence,
+    on_platform,
+    selective_scan,
+    state_space,
+    use,
+)
 
 
 @dataclass(frozen=True)
@@ -85,6 +94,65 @@ class SpaceShape:
         return state_space(*operands, pool, segments)
 
 
+@dataclass(frozen=True)
+class ScanShape:
+    """A call of the selective scan: channels of states [states], tokens and segments."""
+
+    channels: int = 8192
+    states: int = 16
+    groups: int = 1
+    dtype: str = "bfloat16"
+    num_segments: int = 32
+    num_tokens: int = 32
+    num_rows: int = 65
+
+    op = "selective_scan"
+
+    def __str__(self):
+        sizes = f"{self.channels} channels of {self.states}, {self.groups} groups"
+        return f"{sizes}, {self.num_segments} rows, {self.num_tokens} tokens, {self.dtype}"
+
+    @property
+    def pool(self):
+        return (self.num_rows, self.channels, self.states)
+
+    def operands(self, array):
+        x, dt = (array(dtype, self.num_tokens, self.channels) for dtype in (self.dtype, jnp.float32))
+        by_group = array(self.dtype, self.num_tokens, self.groups, self.states)
+        by_channel = array(jnp.float32, self.channels)
+        return x, dt, array(jnp.float32, self.channels, self.states), by_group, by_group, by_channel
+
+    def run(self, operands, pool, segments):
+        return selective_scan(*operands, pool, segments)
+
+
+@dataclass(frozen=True)
+class RecurrenceShape:
+    """A call of the linear recurrence: channels, tokens and segments."""
+
+    channels: int = 2560
+    dtype: str = "bfloat16"
+    num_segments: int = 32
+    num_tokens: int = 32
+    num_rows: int = 65
+
+    op = "linear_recurrence"
+
+    def __str__(self):
+        return f"{self.channels} channels, {self.num_segments} rows, {self.num_tokens} tokens, {self.dtype}"
+
+    @property
+    def pool(self):
+        return (self.num_rows, self.channels)
+
+    def operands(self, array):
+        by_token = array(self.dtype, self.num_tokens, self.channels)
+        return by_token, by_token
+
+    def run(self, operands, pool, segments):
+        return linear_recurrence(*operands, pool, segments)
+
+
 def arguments(shape, mesh, pool_spec=PartitionSpec()):  # noqa: B008
     """Abstract operands, pool and segments of a call on `mesh`, all but the pool on every device."""
 
@@ -105,6 +173,8 @@ def compile_recurrent(shape, mesh, kernel="tpu-pallas"):
 
 
 def pool_bytes(shape):
-    """Bytes of the pool as it lies in memory, whose tiles are 8 rows of 128."""
-    rows, heads, dim, width = shape.pool
-    return rows * heads * (dim + -dim % 8) * (width + -width % 128) * 4
+    """Bytes of the pool as it lies in memory, whose tiles are 8 rows of 128; channels of scans are columns there."""
+    *rows, dim, width = shape.pool
+    if shape.op == "selective_scan":
+        dim, width = width, dim
+    return math.prod(rows) * (dim + -dim % 8) * (width + -width % 128) * 4

@@ -4,7 +4,17 @@ import jax
 import numpy as np
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh, NamedSharding
-from recurrent_oracle import assert_near, delta_layer, empty_pool, expected_of, normal, space_layer, table
+from recurrent_oracle import (
+    assert_near,
+    delta_layer,
+    empty_pool,
+    expected_of,
+    normal,
+    recurrence_layer,
+    scan_layer,
+    space_layer,
+    table,
+)
 
 from model_adapters.ops import registry, spmd
 
@@ -14,6 +24,9 @@ LAYERS = {
     "delta, three heads": delta_layer(key_heads=1, heads=3, dim=8, width=16),
     "space": space_layer(heads=4, dim=8),
     "space, one group": space_layer(heads=4, groups=1, dim=8),
+    "scan": scan_layer(dim=24),
+    "scan, three channels": scan_layer(dim=3),
+    "recurrence": recurrence_layer(channels=6),
 }
 
 

@@ -239,7 +239,8 @@ def test_other_sizes(layer, implementation):
 def test_each_platform_takes_its_kernel_or_the_reference(name):
     layer = LAYERS[name]()
     tokens, pool = layer.tokens(np.random.default_rng(0), 2), empty_pool(layer)
-    on_tpus = "tpu-pallas" if name.startswith("delta") else "reference"  # "space" has states of 20 rows
+    # "space" has states of 20 rows, "scan by group" groups of 20 channels.
+    on_tpus = "tpu-pallas" if name in ("delta", "delta by column", "scan", "recurrence") else "reference"
     for platform, expected in (("cpu", "cpu-ffi"), ("tpu", on_tpus), ("gpu", ON_GPUS.get(name, "reference"))):
         with registry.on_platform(platform), registry.record_calls() as record:
             segments = table([0, 2], [0], [0], [False], [0], 1)

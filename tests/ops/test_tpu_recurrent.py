@@ -25,13 +25,15 @@ from recurrent_oracle import (
     expected_of,
     normal,
     padded,
+    recurrence_layer,
+    scan_layer,
     space_layer,
     table,
 )
 from test_ops_recurrent import states_of, steps
 
 from model_adapters.ops import registry, use
-from model_adapters.ops.tpu import state_steps
+from model_adapters.ops.tpu import state_scans, state_steps
 from model_adapters.ops.tpu.gated_delta_rule import _inverses
 from model_adapters.ops.tpu.state_steps import Columns
 
@@ -40,6 +42,8 @@ LAYERS = {
     "delta": delta_layer,
     "delta by column": functools.partial(delta_layer, key_heads=4, by_column=True),
     "space": functools.partial(space_layer, dim=24),
+    "scan": scan_layer,
+    "recurrence": recurrence_layer,
 }
 SINGLES = ([0, 1, 2, 3, 4, 5, 5], [0, 7, 2, 7, 9, 4], [0, 1, 3, NUM_ROWS - 1, 9, 4], [1, 1, 0, 1, 0, 1], range(6))
 """Of rows that go on, in place or from a snapshot, one that begins, one that is dropped, one without tokens."""
@@ -163,6 +167,12 @@ def test_triangular_matrices_are_inverted(size):
         assert_near(inverse, exact, 2e-6)
 
 
+def test_sums_over_rows_are_in_order():
+    parts = normal(np.random.default_rng(0), 8, 16, 5)
+    made = jax.jit(lambda *each: state_scans.sums_over_rows(each))(*map(jnp.asarray, parts))
+    assert_near(made, parts.astype(np.float64).sum(1), 1e-6)
+
+
 @pytest.mark.parametrize("name", LAYERS)
 def test_without_a_single_token_nothing_is_touched(name, capfd):
     layer, run = compiled(name)
@@ -179,12 +189,21 @@ def test_without_a_single_token_nothing_is_touched(name, capfd):
         space_layer(heads=1, dim=8, groups=1, states=5, has_options=False, dt_limit=(0.1, 0.5)),
         space_layer(heads=36, dim=64, groups=1, states=256),
         space_layer(heads=64, dim=16, groups=8, states=128),
+        scan_layer(dim=256, states=8, groups=2, has_skip=False),
     ],
     ids=lambda layer: f"{layer.op} {'x'.join(map(str, layer.row))}",
 )
 def test_other_sizes(layer, capfd):
     segments = table([0, 2, 3, 4, 20], [0, 1, 3, 2], [0, 1, 3, 2], [True, True, False, False], range(4), 4)
     check(layer, interpreted(layer), segments, capfd, 5, [0, 1])
+
+
+def test_channels_are_divided_into_blocks_and_parts(capfd, monkeypatch):
+    monkeypatch.setattr(state_scans, "MAX_CHANNELS", 256)
+    monkeypatch.setattr(state_scans, "MAX_PART", 128)
+    segments = table([0, 100, 101, 150], [0, 1, 2], [3, 1, 2], [True, True, False], range(3), 3)
+    for layer in (scan_layer(dim=512, groups=2), recurrence_layer(channels=768)):
+        check(layer, interpreted(layer), segments, capfd, 6, [0, 1])
 
 
 def test_blocks_are_of_whole_groups_or_of_one():
@@ -213,6 +232,10 @@ def test_columns_are_laid_out_by_block():
         (delta_layer(dim=20), "states of 20 rows; the kernel needs a multiple of 8"),
         (delta_layer(key_heads=1, heads=1, dim=1024, width=1024), "states of 4194304 bytes a head; 2097152 fit"),
         (space_layer(dim=20), "states of 20 rows; the kernel needs a multiple of 8"),
+        (scan_layer(states=12), "states of 12 rows; the kernel needs a multiple of 8"),
+        (scan_layer(dim=700), "700 channels; the kernel needs a multiple of 128, or at most 512"),
+        (scan_layer(dim=256, groups=4), "4 groups of 64 channels; the kernel needs a multiple of 128"),
+        (recurrence_layer(channels=700), "700 channels; the kernel needs a multiple of 128, or at most 512"),
     ],
 )
 def test_what_the_kernel_does_not_take_is_said(layer, reason):

@@ -98,6 +98,33 @@ def times(x: jax.Array, y: jax.Array, contract: tuple[int, int] = (1, 0)) -> jax
     return lax.dot_general(x, y, over, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
 
 
+def begin_state(row: Any, there: Any, state: Any, semaphore: Any) -> None:
+    """Reads ``state[heads, K, V]`` if there is a `row`; clears it where that is `NEW`."""
+
+    @pl.when(row >= 0)
+    def _held() -> None:
+        dma = pltpu.make_async_copy(there, state, semaphore)
+        dma.start()
+        dma.wait()
+
+    @pl.when(row == NEW)
+    def _new() -> None:
+        def clear(head: Any, _: None) -> None:
+            state[head] = jnp.zeros(state.shape[1:], jnp.float32)
+
+        lax.fori_loop(0, state.shape[0], clear, None)
+
+
+def end_state(row: Any, state: Any, there: Any, semaphore: Any) -> None:
+    """Writes ``state[heads, K, V]`` if there is a `row`."""
+
+    @pl.when(row >= 0)
+    def _keep() -> None:
+        dma = pltpu.make_async_copy(state, there, semaphore)
+        dma.start()
+        dma.wait()
+
+
 @dataclass(frozen=True)
 class _Walk:
     """References of a call, for some heads.
@@ -127,29 +154,12 @@ class _Walk:
     def begin_state(self, chunk: Any) -> None:
         """Reads the state of a segment that begins, which the segment before may have written."""
         row = self.field(chunk, "read")
-
-        @pl.when(row >= 0)
-        def _held() -> None:
-            dma = pltpu.make_async_copy(self.pool.at[row, self.at_heads], self.state, self.states)
-            dma.start()
-            dma.wait()
-
-        @pl.when(row == NEW)
-        def _new() -> None:
-            def clear(head: Any, _: None) -> None:
-                self.state[head] = jnp.zeros(self.state.shape[1:], jnp.float32)
-
-            lax.fori_loop(0, self.state.shape[0], clear, None)
+        begin_state(row, self.pool.at[jnp.maximum(row, 0), self.at_heads], self.state, self.states)
 
     def end_state(self, chunk: Any) -> None:
         """Writes the state of a segment that ends, if it is kept."""
         row = self.field(chunk, "write")
-
-        @pl.when(row >= 0)
-        def _keep() -> None:
-            dma = pltpu.make_async_copy(self.state, self.pool.at[row, self.at_heads], self.states)
-            dma.start()
-            dma.wait()
+        end_state(row, self.state, self.pool.at[jnp.maximum(row, 0), self.at_heads], self.states)
 
     def compute(
         self, compute: Compute, vectors: Any, matrix: Any, made: Any, used: Any, first: Any, width: int
@@ -240,7 +250,7 @@ def _kernel(
 def _table(chunks: Chunks, segments: Segments, num_rows: int) -> tuple[jax.Array, jax.Array]:
     """Returns the number of chunks, int32[1], and their table, int32[N * fields]."""
     read = jnp.where(segments.held, segments.read, NEW)[chunks.segment]
-    write = jnp.where(segments.write < num_rows - 1, segments.write, NO_ROW)[chunks.segment]
+    write = jnp.where(segments.write < num_rows - segments.drops_last, segments.write, NO_ROW)[chunks.segment]
     read, write = jnp.where(chunks.is_first, read, NO_ROW), jnp.where(chunks.is_last, write, NO_ROW)
     fields = jnp.stack([chunks.begin, chunks.lens, read, write], axis=1)
     return chunks.num[None].astype(jnp.int32), fields.astype(jnp.int32).reshape(-1)

@@ -236,7 +236,7 @@ def steps_of(segments: Segments, num_rows: int) -> tuple[jax.Array, jax.Array]:
     count = jnp.sum(is_single.astype(jnp.int32))
     index = jnp.minimum(index, jnp.minimum(index[jnp.maximum(count - 1, 0)], size - 1))
     read = jnp.where(segments.held, segments.read, -1)[index]
-    write = jnp.where(segments.write < num_rows - 1, segments.write, -1)[index]
+    write = jnp.where(segments.write < num_rows - segments.drops_last, segments.write, -1)[index]
     return count[None], jnp.stack([index, read, write], axis=1).astype(jnp.int32).reshape(-1)
 
 
@@ -248,6 +248,7 @@ def run_steps(
     pool: jax.Array,
     segments: Segments,
     heads: int,
+    shared: Sequence[jax.Array] = (),
 ) -> tuple[jax.Array, jax.Array]:
     """Runs `update` on the states of all segments that are single tokens.
 
@@ -259,11 +260,12 @@ def run_steps(
         pool: ``float32[rows, H, K, V]``, updated in place.
         segments: R of them.
         heads: Of a block.
+        shared: ``[n, m]`` each, which `update` sees whole, behind the operands.
 
     Returns:
         ``float32[R, *out_shape]``, of which only the rows of single tokens count, and the pool.
     """
-    size, num_blocks = len(segments.read), pool.shape[1] // heads
+    size, num_blocks, num_operands = len(segments.read), pool.shape[1] // heads, len(operands) + len(shared)
     count, table = steps_of(segments, pool.shape[0])
 
     def by_row(shape: tuple[int, ...]) -> pl.BlockSpec:
@@ -272,12 +274,16 @@ def run_steps(
 
     block = (heads, *pool.shape[2:])
     call = pl.pallas_call(
-        functools.partial(_kernel, update=update, num_blocks=num_blocks, num_operands=len(operands)),
+        functools.partial(_kernel, update=update, num_blocks=num_blocks, num_operands=num_operands),
         out_shape=(jax.ShapeDtypeStruct((size, *out_shape), jnp.float32), jax.ShapeDtypeStruct(pool.shape, pool.dtype)),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
             grid=(size,),
-            in_specs=[*(by_row(each.shape[1:]) for each in operands), pl.BlockSpec(memory_space=pl.ANY)],
+            in_specs=[
+                *(by_row(each.shape[1:]) for each in operands),
+                *(pl.BlockSpec(each.shape, lambda *_: (0, 0)) for each in shared),
+                pl.BlockSpec(memory_space=pl.ANY),
+            ],
             out_specs=(by_row(out_shape), pl.BlockSpec(memory_space=pl.ANY)),
             scratch_shapes=[
                 pltpu.VMEM((NUM_BUFFERS, *block), jnp.float32),
@@ -285,7 +291,7 @@ def run_steps(
                 pltpu.SemaphoreType.DMA((NUM_BUFFERS,)),
             ],
         ),
-        input_output_aliases={2 + len(operands): 1},
+        input_output_aliases={2 + num_operands: 1},
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("arbitrary",),
             vmem_limit_bytes=NUM_BUFFERS * heads * state_bytes(pool) + WORKING_BYTES,
@@ -293,5 +299,5 @@ def run_steps(
         ),
         name=name,
     )
-    out, pool = call(count, table, *operands, pool)
+    out, pool = call(count, table, *operands, *shared, pool)
     return out, pool
