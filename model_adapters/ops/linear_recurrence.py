@@ -42,6 +42,12 @@ def linear_recurrence(
     return out
 
 
+def begins_of(segments: Segments) -> jax.Array:
+    """Returns which segments are the first of their sequence that has tokens, bool[R]."""
+    number = jnp.arange(len(segments.read))
+    return (jnp.argmax(segments.is_same_sequence, axis=1) == number) & (segments.lens > 0)
+
+
 @registry.define(OP, "linear recurrence of channels over packed sequences, states by row of a pool")
 @with_last_row
 def reference(gates: jax.Array, x: jax.Array, pool: jax.Array, segments: Segments) -> tuple[jax.Array, jax.Array]:
@@ -49,8 +55,7 @@ def reference(gates: jax.Array, x: jax.Array, pool: jax.Array, segments: Segment
     num_tokens, num_segments = x.shape[0], len(segments.read)
     is_padding = (segments.of_token(num_tokens) == num_segments)[:, None]
     decays, sums = (jnp.where(is_padding, 0, each.astype(jnp.float32)) for each in (gates, x))
-    number = jnp.arange(num_segments)
-    begins = (jnp.argmax(segments.is_same_sequence, axis=1) == number) & (segments.lens > 0)
+    begins = begins_of(segments)
     first = jnp.where(begins, segments.cu[:-1], num_tokens)
     rows = jnp.where(begins, segments.read, pool.shape[0] - 1)
     before = read_states(pool, rows, segments.held & begins)
@@ -75,4 +80,6 @@ def _kernel_unsupported_reason(*operands: Any, **options: Any) -> str | None:
 
 
 registry.register(OP, "cpu-ffi", ("cpu",), unsupported_reason=_kernel_unsupported_reason)(recurrent.linear_recurrence)
+registry.register_module(OP, "tpu", "model_adapters.ops.tpu.linear_recurrence")
 spmd.leave_to_partitioner(OP, reference)
+spmd.shard_states_by_heads(OP, (spmd.BY_AXIS_1,) * 3, grouped=())
