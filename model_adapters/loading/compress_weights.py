@@ -1,4 +1,4 @@
-"""Layout of weights in memory: linear layers packed, the others in large pages."""
+"""Layout of weights in memory: linear layers and experts packed, the others in large pages."""
 
 from __future__ import annotations
 
@@ -23,6 +23,9 @@ MIN_BYTES = 1 << 17
 MAX_PADDING = 0.05
 """Most of the bytes of all packed weights that padding may add to them, as a share."""
 
+EXPERTS = ("gate_up_proj", "up_proj", "down_proj")
+"""Weights of a module that has one of transformers' functions for experts, `program/moe.py` among them."""
+
 INDEX_BYTES = 4
 """Of an entry of an index, int32."""
 
@@ -32,14 +35,15 @@ def prepare_weights(loaded: LoadedModel) -> int:
 
     The weights of a caller's object stay as they are.
 
-    Those of linear layers are packed where the processor is made for it, the others lie in large pages of memory.
+    Those of linear layers and experts are packed where the processor is made for it, the others lie in large pages of
+    memory.
 
     Returns:
         How many arrays are packed now.
     """
     if loaded.sharding is not None or loaded.source.kind == "object" or jax.default_backend() != "cpu":
         return 0
-    num_packed = pack_linear_weights(loaded.module, loaded.weights)
+    num_packed = pack_weights(loaded.module, loaded.weights)
     for array in {id(array): array for array in loaded.weights.values()}.values():  # a tied one has several names
         for part in jax.tree.leaves(array) if not isinstance(array, CompressedWeight) else []:
             in_huge_pages(part)
@@ -47,8 +51,8 @@ def prepare_weights(loaded: LoadedModel) -> int:
     return num_packed
 
 
-def pack_linear_weights(module: torch.nn.Module, weights: dict[str, Weight]) -> int:
-    """Puts packed weights into `module`'s linear layers, where the processor is made for it.
+def pack_weights(module: torch.nn.Module, weights: dict[str, Weight]) -> int:
+    """Packs the weights of linear layers and experts, where the processor is made for it.
 
     Args:
         module: whose code reads the weights.
@@ -57,11 +61,8 @@ def pack_linear_weights(module: torch.nn.Module, weights: dict[str, Weight]) -> 
     Returns:
         How many arrays are packed now.
     """
-    linear = dict.fromkeys(
-        f"{path}.weight" if path else "weight"
-        for path, child in module.named_modules()
-        if isinstance(child, torch.nn.Linear) and type(child).forward is torch.nn.Linear.forward
-    )
+    # Roughly in the order in which layers run, so that weights read one after the other are adjacent in memory.
+    multiplied = dict.fromkeys(name for path, child in module.named_modules() for name in _multiplied(path, child))
     # Tables are looked up row by row in the packed weight, which so is the only copy of a tied one.
     tables = {f"{path}.weight" for path, child in module.named_modules() if isinstance(child, torch.nn.Embedding)}
     names_of: dict[int, list[str]] = {}
@@ -73,8 +74,7 @@ def pack_linear_weights(module: torch.nn.Module, weights: dict[str, Weight]) -> 
             not isinstance(array, Stored) and array.nbytes >= MIN_BYTES and compress.unsupported_reason(array) is None
         )
 
-    # Roughly in the order in which layers run, so that weights read one after the other are adjacent in memory.
-    arrays = {id(weights[name]): weights[name] for name in linear if name in weights}
+    arrays = {id(weights[name]): weights[name] for name in multiplied if name in weights}
     chosen = [names_of[key] for key, array in arrays.items() if is_packable(array)]
     if not chosen:
         return 0
@@ -83,7 +83,7 @@ def pack_linear_weights(module: torch.nn.Module, weights: dict[str, Weight]) -> 
     memory = HugePages(sum(sizes))
 
     def pack_one(names: list[str], place: np.ndarray) -> bool:
-        layers = [name for name in names if name in linear or name in tables]
+        layers = [name for name in names if name in multiplied or name in tables]
         array = weights[names[0]]
         assert isinstance(array, jax.Array)
         packed = compressed_weight.compress_weight(array, place, keeps_plain=len(layers) < len(names))
@@ -96,6 +96,16 @@ def pack_linear_weights(module: torch.nn.Module, weights: dict[str, Weight]) -> 
     return num_packed
 
 
+def _multiplied(path: str, module: torch.nn.Module) -> list[str]:
+    """Returns the names of `module`'s weights [..., out, in] that its products alone read."""
+    dot = f"{path}." if path else ""
+    if isinstance(module, torch.nn.Linear):
+        return [f"{dot}weight"] if type(module).forward is torch.nn.Linear.forward else []
+    if not hasattr(module, "has_gate") or getattr(module, "is_transposed", True):
+        return []
+    return [f"{dot}{name}" for name in EXPERTS if isinstance(getattr(module, name, None), torch.nn.Parameter)]
+
+
 def equalize_indices(weights: dict[str, Weight]) -> None:
     """Pads the indices of packed weights of one shape to one length if that costs little memory.
 
@@ -105,7 +115,7 @@ def equalize_indices(weights: dict[str, Weight]) -> None:
     Args:
         weights: by name, tied names sharing one weight; changed in place.
     """
-    by_shape: dict[tuple[int, int], dict[int, CompressedWeight]] = {}
+    by_shape: dict[tuple[int, ...], dict[int, CompressedWeight]] = {}
     for weight in weights.values():
         if isinstance(weight, CompressedWeight):
             by_shape.setdefault(weight.shape, {})[id(weight)] = weight

@@ -26,12 +26,12 @@ from model_adapters.ops.quantized_weight import QuantizedWeight
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class CompressedWeight:
-    """A compressed matrix bfloat16[n, k].
+    """A compressed matrix bfloat16[n, k], or a stack of them, [matrices, n, k].
 
     Attributes:
-        groups: Compressed numbers, uint8[n / 16, k / 8, 192]: 8 columns of 16 rows form a group.
+        groups: Compressed numbers, uint8[..., n / 16, k / 8, 192]: 8 columns of 16 rows form a group.
         index: Table of high bytes, and the groups that are stored uncompressed, int32[...].
-        plain: Uncompressed bfloat16[n, k], if other code than products and lookups reads it as well; else None.
+        plain: Uncompressed bfloat16[..., n, k], if other code than products and lookups reads it as well; else None.
     """
 
     groups: jax.Array
@@ -39,14 +39,15 @@ class CompressedWeight:
     plain: jax.Array | None = None
 
     @property
-    def shape(self) -> tuple[int, int]:
-        """Shape ``(n, k)`` of the matrix."""
-        return self.groups.shape[0] * ffi.GROUP_ROWS, self.groups.shape[1] * ffi.GROUP_COLUMNS
+    def shape(self) -> tuple[int, ...]:
+        """Shape ``(..., n, k)`` of the weight."""
+        *matrices, blocks, columns, _ = self.groups.shape
+        return *matrices, blocks * ffi.GROUP_ROWS, columns * ffi.GROUP_COLUMNS
 
     @property
     def ndim(self) -> int:
-        """Number of axes of the matrix."""
-        return 2
+        """Number of axes of the weight: two, or three of a stack."""
+        return self.groups.ndim - 1
 
     @property
     def dtype(self) -> Any:
@@ -59,7 +60,7 @@ class CompressedWeight:
         return int(self.groups.nbytes + self.index.nbytes)
 
     def unpacked(self) -> jax.Array:
-        """Returns the matrix bfloat16[n, k], bit for bit."""
+        """Returns the weight bfloat16[..., n, k], bit for bit."""
         return ffi.unpack(self.groups, self.index) if self.plain is None else self.plain
 
 
@@ -82,10 +83,10 @@ Weights = Mapping[str, Weight]
 def compress_weight(
     weight: jax.Array, place: np.ndarray | None = None, *, keeps_plain: bool = False
 ) -> CompressedWeight | None:
-    """Returns ``weight[n, k]`` compressed, or None if that is unsupported or saves little.
+    """Returns ``weight[..., n, k]`` compressed, or None if that is unsupported or saves little.
 
     Args:
-        weight: bfloat16[n, k].
+        weight: bfloat16[n, k], or a stack [matrices, n, k].
         place: Memory for the groups, uint8[`compress.group_bytes`], or None for new memory.
         keeps_plain: Keep the uncompressed array as well.
     """
@@ -170,7 +171,7 @@ def stored_form(array: jax.Array) -> Weight:
 
 
 def compressed_of(weight: jax.Array) -> CompressedWeight | None:
-    """Returns the compressed form of a weight ``[n, k]`` of the traced model, or None."""
+    """Returns the compressed form of a weight ``[..., n, k]`` of the traced model, or None."""
     known = _IN_TRACE.get().get(id(weight))
     return known.form if known and isinstance(known.form, CompressedWeight) and not known.is_turned else None
 

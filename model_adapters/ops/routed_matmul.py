@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.ops import registry, spmd
+from model_adapters.ops.compressed_weight import compressed_of
 from model_adapters.ops.cpu import ffi
 from model_adapters.ops.cpu.batching import with_rows_folded
 
@@ -86,6 +87,22 @@ def streamed(x: jax.Array, weight: jax.Array, ids: jax.Array, bias: jax.Array | 
         return reference(x, weight, ids, bias, layout=layout)
 
     return ffi.differentiable(routed_kernel(layout), of_ids)(x, ids, weight, bias)
+
+
+def _packed_unsupported_reason(
+    x: jax.Array, weight: jax.Array, ids: jax.Array, bias: jax.Array | None, *, layout: Layout
+) -> str | None:
+    if layout != "enk" or compressed_of(weight) is None:
+        return "the weights are not packed"
+    return None if x.shape[0] else "no rows"
+
+
+@registry.register(OP, "cpu-packed", ("cpu",), unsupported_reason=_packed_unsupported_reason, takes_precedence=True)
+def packed(x: jax.Array, weight: jax.Array, ids: jax.Array, bias: jax.Array | None, *, layout: Layout) -> jax.Array:
+    """Computes with a compressed stack, bit-equal to the batch-invariant product."""
+    compressed = compressed_of(weight)
+    assert compressed is not None
+    return with_rows_folded(ffi.packed_routed_linear, 2)(x, ids, compressed.groups, compressed.index, bias)
 
 
 spmd.leave_to_partitioner(OP, reference)

@@ -33,6 +33,7 @@ CONFIGS = {
     "gpt_neox": lambda: tf.GPTNeoXConfig(**{k: v for k, v in COMMON.items() if k != "num_key_value_heads"}),
     "mixtral": lambda: tf.MixtralConfig(**COMMON, num_local_experts=4),
     "qwen3_moe": lambda: tf.Qwen3MoeConfig(**COMMON, **_MOE, decoder_sparse_step=1),
+    "gpt_oss": lambda: tf.GptOssConfig(**COMMON, head_dim=8, num_local_experts=4, num_experts_per_tok=2),
     "mamba": lambda: tf.MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, state_size=8, **_SPECIAL),
     "t5": lambda: tf.T5Config(vocab_size=64, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4),
     "bert": lambda: tf.BertConfig(**_BERT),

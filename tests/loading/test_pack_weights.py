@@ -1,5 +1,6 @@
 """A served model whose linear layers lie packed answers as one whose layers lie as they were."""
 
+import re
 import weakref
 
 import jax
@@ -15,6 +16,7 @@ from model_adapters.ops import compressed_weight
 from model_adapters.ops.compressed_weight import CompressedWeight
 from model_adapters.ops.cpu import ffi
 from torchax_serve import EngineOptions, serve
+from torchax_serve.compilation.executable_cache import CachedFunction
 from torchax_serve.runtime.eager import EagerReference
 
 REASON = ffi.packing_unsupported_reason()
@@ -53,11 +55,41 @@ def test_a_served_model_has_its_linear_layers_packed_and_the_same_tokens(folder)
         np.testing.assert_allclose(model(ids).logits.float(), eager(ids).logits.detach().float(), atol=0.02)
 
 
-def test_eager_pytorch_beside_it_has_every_bit(folder):
-    loaded = load_model(folder)
-    assert compress_weights.pack_linear_weights(loaded.module, loaded.weights)
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "mixtral"])
+def test_experts_are_packed_and_read_by_products_alone(model_type, tmp_path, monkeypatch):
+    texts, compile_one = [], CachedFunction.compile
+
+    def recorded(self, *args, **kwargs):
+        program = compile_one(self, *args, **kwargs)
+        texts.append((program[0] if isinstance(program, tuple) else program).as_text())
+        return program
+
+    tiny_folder(tmp_path, model_type, torch.bfloat16)
+    options = EngineOptions(batch_invariant=True)
+    with serve(tmp_path, engine=options, pack_weights=False) as plain:
+        expected = answers(plain)
+    monkeypatch.setattr(CachedFunction, "compile", recorded)
+    with serve(tmp_path, engine=options) as model:
+        experts = {name for name, each in model._loaded.module.named_parameters() if each.ndim == 3}
+        assert experts and experts <= packed_names(model)
+        assert answers(model) == expected
+    assert any("tas_packed_routed_linear" in text for text in texts)
+    assert not any("tas_routed_linear" in text or re.search(r'"tas_unpack"', text) for text in texts)
+
+
+def test_experts_stored_the_other_way_round_stay_as_they_are(tmp_path):
+    tiny_model("gpt_oss", torch.bfloat16).save_pretrained(tmp_path)
+    with serve(tmp_path) as model:
+        experts = {name for name, each in model._loaded.module.named_parameters() if each.ndim == 3}
+        assert experts and not experts & packed_names(model)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3_moe"])
+def test_eager_pytorch_beside_it_has_every_bit(model_type, tmp_path):
+    loaded = load_model(tiny_folder(tmp_path, model_type, torch.bfloat16))
+    assert compress_weights.pack_weights(loaded.module, loaded.weights)
     eager = dict(EagerReference(loaded).module.named_parameters())
-    for name, expected in tiny_model("llama", torch.bfloat16).named_parameters():
+    for name, expected in tiny_model(model_type, torch.bfloat16).named_parameters():
         assert torch.equal(eager[name], expected), name
 
 
@@ -85,7 +117,7 @@ def test_what_was_packed_is_freed_before_the_next_is_packed(folder, monkeypatch)
 
     monkeypatch.setattr(compress_weights.compressed_weight, "compress_weight", counted)
     monkeypatch.setattr(compress_weights.os, "cpu_count", lambda: 1)
-    assert compress_weights.pack_linear_weights(loaded.module, loaded.weights) == len(before)
+    assert compress_weights.pack_weights(loaded.module, loaded.weights) == len(before)
     assert alive == list(range(len(before), 0, -1))
 
 
@@ -121,7 +153,7 @@ def test_a_layer_that_computes_something_else_stays_as_it_is():
 
     module = torch.nn.Sequential(torch.nn.Linear(64, 64), Scaled(64, 64)).to(torch.bfloat16)
     weights, _ = extract_jax(module)
-    assert compress_weights.pack_linear_weights(module, weights) == 1
+    assert compress_weights.pack_weights(module, weights) == 1
     assert isinstance(weights["0.weight"], CompressedWeight)
     assert not isinstance(weights["1.weight"], CompressedWeight)
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from ops_oracle import assert_close
 from thorough import pairs
 
-from model_adapters.ops import linear, registry, use
+from model_adapters.ops import linear, registry, routed_matmul, use
 from model_adapters.ops.compressed_weight import compress_weight, compressed_of, substituted, take_compressed_rows
 from model_adapters.ops.cpu import compress, ffi
 
@@ -95,6 +95,8 @@ def test_weights_without_common_exponents_are_left_as_they_are():
         (np.zeros((16, 12), BF16), r"\[16, 12\]"),
         (np.zeros((0, 8), BF16), r"\[0, 8\]"),
         (np.zeros(16, BF16), r"\[16\]"),
+        (np.zeros((2, 24, 8), BF16), r"\[2, 24, 8\]"),
+        (np.zeros((2, 2, 16, 8), BF16), r"\[2, 2, 16, 8\]"),
     ],
 )
 def test_what_cannot_be_packed_is_left_as_it_is(weight, reason):
@@ -119,6 +121,50 @@ def test_products_are_those_with_the_weight_as_it_was_to_the_last_bit(sizes, wit
             np.testing.assert_array_equal(bits(out), bits(ffi.linear(x, jnp.asarray(weight), bias, x.dtype)))
     expected = np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T
     assert_close(out, expected + (0 if bias is None else np.asarray(bias, np.float64)))
+
+
+@pytest.mark.parametrize(("matrices", "n", "k"), [(1, 16, 8), (3, 48, 40), (5, 32, 1032)])
+def test_every_bit_of_a_stack_comes_back(matrices, n, k):
+    weight = normal(n, matrices, n, k)
+    packed = compress_weight(jnp.asarray(weight))
+    assert (packed.shape, packed.ndim) == (weight.shape, 3)
+    np.testing.assert_array_equal(bits(packed.unpacked()), bits(weight))
+    below = taken_apart(np.asarray(packed.groups).reshape(-1, k // 8, 192), np.asarray(packed.index))
+    np.testing.assert_array_equal(below, bits(weight.reshape(-1, k)))
+
+
+@pytest.mark.parametrize("by_choice", [False, True], ids=["rows of tokens", "rows of choices"])
+@pytest.mark.parametrize(("matrices", "n", "k"), [(4, 48, 520), (7, 32, 1032)])
+def test_routed_products_are_those_with_the_stack_as_it_was_to_the_last_bit(matrices, n, k, by_choice):
+    weight = normal(1, matrices, n, k)
+    weight[:, ::16, [0, 128, k - 1]] = 1e-30  # so some groups of every block lie in the list
+    packed, bias = compress_weight(jnp.asarray(weight)), jnp.asarray(normal(2, matrices, n))
+    for tokens in (1, 2, 3, 5, 9, 33, 70):
+        ids = jnp.asarray(np.random.default_rng(tokens).integers(-1, matrices + 1, (tokens, 2)), jnp.int32)
+        x = jnp.asarray(normal(tokens, tokens, 2, k) if by_choice else normal(tokens, tokens, k))
+        for added in (None, bias):
+            out = ffi.packed_routed_linear(x, ids, packed.groups, packed.index, added)
+            with ffi.batch_invariant():
+                expected = ffi.routed_linear(x, ids, jnp.asarray(weight), added, is_input_major=False)
+            np.testing.assert_array_equal(bits(out), bits(expected))
+
+
+def test_experts_of_a_trace_are_multiplied_as_they_are_packed():
+    weight, x = normal(1, 4, 32, 48), jnp.asarray(normal(3, 2, 5, 48))
+    ids = jnp.asarray(np.random.default_rng(1).integers(0, 4, (2, 5, 2)), jnp.int32)
+
+    def routed(held, x, ids):
+        with substituted({"experts": held}) as arrays:
+            return jax.vmap(lambda x, ids: routed_matmul(x, arrays["experts"], ids))(x, ids)
+
+    packed = compress_weight(jnp.asarray(weight))
+    with registry.record_calls() as record:
+        program = jax.jit(routed).lower(packed, x, ids).compile()
+    assert record == {("routed_matmul", "cpu-packed")}
+    calls = [line for line in program.as_text().splitlines() if "custom-call(" in line]
+    assert [re.search("tas_[a-z_]+", line)[0] for line in calls] == ["tas_packed_routed_linear"]  # rows of the vmap
+    x64, weight64 = np.asarray(x, np.float64), weight.astype(np.float64)
+    assert_close(program(packed, x, ids), np.einsum("btk,btcnk->btcn", x64, weight64[np.asarray(ids)]))
 
 
 def products(weights, x):

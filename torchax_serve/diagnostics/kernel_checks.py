@@ -282,16 +282,18 @@ def _compared(op: str, implementation: str, size: int) -> Fact:
 
 
 def _packed(case: KernelCase, dtype: str) -> KernelCase:
-    """Returns `case` of ``linear`` with its weight compressed, or `case` if that is unsupported."""
-    weight = compressed_weight.compress_weight(case.args[1]) if dtype == "bfloat16" else None
-    if weight is None:
+    """Returns `case` of a product with its weight compressed, or `case` if unsupported."""
+    x, weight, *others = case.args
+    packed = compressed_weight.compress_weight(weight) if dtype == "bfloat16" else None
+    if packed is None:
         return case
 
-    def call(x: jax.Array, held: compressed_weight.CompressedWeight) -> jax.Array:
+    def call(x: jax.Array, held: compressed_weight.CompressedWeight, *others: jax.Array) -> jax.Array:
         with compressed_weight.substituted({"weight": held}) as unpacked:
-            return ops.linear(x, unpacked["weight"])
+            out: jax.Array = case.call(x, unpacked["weight"], *others)
+            return out
 
-    return KernelCase(call, (case.args[0], weight))
+    return KernelCase(call, (x, packed, *others))
 
 
 def _unsupported_reason(op: str, implementation: str, case: KernelCase) -> str | None:

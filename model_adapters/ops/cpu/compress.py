@@ -19,11 +19,11 @@ _MAX_UNCOMPRESSED_SHARE = 8  # at most one group of so many is stored uncompress
 
 
 def unsupported_reason(weight: jax.Array) -> str | None:
-    """Returns why ``weight[...]`` cannot be compressed, or None."""
+    """Returns why a matrix or a stack of them cannot be compressed, or None."""
     if weight.dtype != jnp.bfloat16:
         return f"it is {weight.dtype}; only the high bytes of bfloat16 are much alike"
-    if weight.ndim != 2 or weight.shape[0] % GROUP_ROWS or weight.shape[1] % GROUP_COLUMNS or not weight.size:
-        return f"its shape is {list(weight.shape)}, not [n, k] of whole {GROUP_ROWS}s and {GROUP_COLUMNS}s"
+    if weight.ndim not in (2, 3) or weight.shape[-2] % GROUP_ROWS or weight.shape[-1] % GROUP_COLUMNS or not weight.size:
+        return f"its shape is {list(weight.shape)}, not [..., n, k] of whole {GROUP_ROWS}s and {GROUP_COLUMNS}s"
     return ffi.packing_unsupported_reason()
 
 
@@ -34,16 +34,17 @@ def group_bytes(shape: tuple[int, ...]) -> int:
 
 
 def pack(weight: np.ndarray, place: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray] | None:
-    """Returns groups uint8[n / 16, k / 8, 192] and index int32[...], or None if little is saved.
+    """Returns groups uint8[..., n / 16, k / 8, 192] and int32 index; None if little is saved.
 
     Args:
-        weight: bfloat16[n, k].
+        weight: bfloat16[n, k], or [matrices, n, k]: packed as one matrix, below each other.
         place: Memory for the groups, uint8[group_bytes(weight.shape)], or None for new memory.
     """
-    n, k = weight.shape
+    *matrices, rows, k = weight.shape
+    n = math.prod(matrices) * rows
     plain = np.ascontiguousarray(weight)
     shape = (n // GROUP_ROWS, k // GROUP_COLUMNS, GROUP_BYTES)
-    groups = (np.empty(math.prod(shape), np.uint8) if place is None else place[: math.prod(shape)]).reshape(shape)
+    groups = np.empty(math.prod(shape), np.uint8) if place is None else place[: math.prod(shape)]
     table, first = np.empty(CODES, np.uint8), np.empty(n // GROUP_ROWS + 1, np.int32)
     most = shape[0] * shape[1] // _MAX_UNCOMPRESSED_SHARE
     at, words = np.empty(most, np.int32), np.empty((most, GROUP_ROWS * GROUP_COLUMNS // 2), np.int32)
@@ -52,7 +53,7 @@ def pack(weight: np.ndarray, place: np.ndarray | None = None) -> tuple[np.ndarra
     count = int(ffi.library().tas_pack(_pointer(plain), *sizes, *arrays))
     if count > most:
         return None
-    return groups, np.concatenate([table.view(np.int32), first, at[:count], words[:count].ravel()])
+    return groups.reshape(*matrices, rows // GROUP_ROWS, *shape[1:]), np.concatenate([table.view(np.int32), first, at[:count], words[:count].ravel()])
 
 
 def _pointer(array: np.ndarray) -> ctypes.c_void_p:

@@ -308,11 +308,12 @@ def quantized_routed_linear(
 
 
 def unpack(groups: jax.Array, index: jax.Array) -> jax.Array:
-    """Returns the weight bfloat16[N, K] of a compressed one.
+    """Returns the weight bfloat16[..., N, K] of a compressed one.
 
-    `groups` are uint8[N / 16, K / 8, 192], `index` int32[...].
+    `groups` are uint8[..., N / 16, K / 8, 192], with one axis of matrices or none, `index` int32[...].
     """
-    result = jax.ShapeDtypeStruct((groups.shape[0] * GROUP_ROWS, groups.shape[1] * GROUP_COLUMNS), jnp.bfloat16)
+    *matrices, blocks, columns, _ = groups.shape
+    result = jax.ShapeDtypeStruct((*matrices, blocks * GROUP_ROWS, columns * GROUP_COLUMNS), jnp.bfloat16)
     return ffi_call("tas_unpack", result)(groups, index)
 
 
@@ -349,6 +350,17 @@ def routed_linear(
     result = jax.ShapeDtypeStruct((*ids.shape, weight.shape[2 if is_input_major else 1]), dtype or x.dtype)
     options = {"in_order": _BATCH_INVARIANT.get(), "is_input_major": is_input_major}
     return ffi_call("tas_routed_linear", result)(x, ids, weight, or_empty(bias), **options)
+
+
+def packed_routed_linear(
+    x: jax.Array, ids: jax.Array, groups: jax.Array, index: jax.Array, bias: jax.Array | None
+) -> jax.Array:
+    """Returns :func:`routed_linear` of a compressed stack, as under :func:`batch_invariant`.
+
+    `groups` are uint8[E, N / 16, K / 8, 192], `index` int32[...], ``x`` is bfloat16.
+    """
+    result = jax.ShapeDtypeStruct((*ids.shape, groups.shape[1] * GROUP_ROWS), x.dtype)
+    return ffi_call("tas_packed_routed_linear", result)(x, ids, groups, index, or_empty(bias))
 
 
 def activation(x: jax.Array, *, is_gelu: bool) -> jax.Array:

@@ -12,20 +12,14 @@ namespace {
 #if defined(TAS_PACKS)
 constexpr int64_t kNumbersPerUnpacker = 1 << 15;  // less is taken apart before another thread is awake
 
-// groups uint8[n / 16, k / 8, 192], index int32[...] as `Packed` says.
-Packed packed_of(ffi::AnyBuffer& groups, ffi::AnyBuffer& index) {
-  const auto dims = groups.dimensions();
-  return {(const uint8_t*)groups.untyped_data(), (const int32_t*)index.untyped_data(), dims[0] * kGroupRows, dims[1] * kGroupColumns};
-}
-
 ffi::Error packed_linear(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuffer groups, ffi::AnyBuffer index, ffi::AnyBuffer bias, ffi::Result<ffi::AnyBuffer> out) {
   const Packed packed = packed_of(groups, index);
   const auto* from = (const bf16*)x.untyped_data();
   auto* to = (bf16*)out->untyped_data();
   const int64_t rows = x.dimensions()[0], count = num_distinct_rows(from, rows, packed.k);
   const HeldRows<bf16> held(&threads, from, count, packed.k, PackedProduct::lanes(count));
-  const PackedProduct product(held, count, packed, bias.element_count() ? (const float*)bias.untyped_data() : nullptr, to);
-  parallel_for(threads, product.num_chunks(), num_workers(count, packed.n, packed.k, sizeof(bf16)), [&](int64_t c, int64_t next) { product.run(c, next); });
+  const PackedProduct product(held, count, packed, bias.element_count() ? (const float*)bias.untyped_data() : nullptr);
+  parallel_for(threads, product.num_chunks(), num_workers(count, packed.n, packed.k, sizeof(bf16)), [&](int64_t c, int64_t next) { product.run(c, next, to); });
   repeat_last_row(threads, to, count, rows, packed.n);
   return ffi::Error::Success();
 }

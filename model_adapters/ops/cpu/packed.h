@@ -41,17 +41,35 @@ constexpr int kStrips = kGroupRows / kLanes;  // of a group
 
 // Where the parts of a packed matrix lie; those of `index` behind one another, int32:
 // table[16 bytes], first[n / 16 + 1], at[number of groups in the list], and the list itself.
+//
+// Matrices of a stack are packed as one, below each other: one table and one list are theirs together. A part of the rows is
+// read by the same index, of which it knows how many blocks are in front of it and behind it.
 struct Packed {
   const uint8_t* groups;
   const int32_t* index;
   int64_t n, k;
+  int64_t in_front = 0, behind = 0;  // blocks of the index that are not of this matrix
 
   int64_t num_blocks() const { return n / kGroupRows; }
   int64_t num_groups() const { return k / kGroupColumns; }  // of a block
-  const int32_t* first() const { return index + kNumCodes / 4; }
-  const int32_t* at() const { return first() + num_blocks() + 1; }
-  const uint8_t* list() const { return (const uint8_t*)(at() + first()[num_blocks()]); }
+  const int32_t* first() const { return index + kNumCodes / 4 + in_front; }
+  const int32_t* at() const { return first() + num_blocks() + behind + 1; }
+  const uint8_t* list() const { return (const uint8_t*)(at() + first()[num_blocks() + behind]); }
+
+  // Rows [begin, begin + count), whole blocks.
+  Packed rows(int64_t begin, int64_t count) const {
+    const int64_t block = begin / kGroupRows, blocks = count / kGroupRows;
+    return {groups + block * num_groups() * kGroupBytes, index, count, k, in_front + block, behind + num_blocks() - block - blocks};
+  }
 };
+
+// groups uint8[n / 16, k / 8, 192], or [matrices, n / 16, k / 8, 192], and index int32[...] as `Packed` says.
+inline Packed packed_of(xla::ffi::AnyBuffer& groups, xla::ffi::AnyBuffer& index) {
+  const auto dims = groups.dimensions();
+  const size_t axes = dims.size();
+  const int64_t blocks = axes == 4 ? dims[0] * dims[1] : dims[0];
+  return {(const uint8_t*)groups.untyped_data(), (const int32_t*)index.untyped_data(), blocks * kGroupRows, dims[axes - 2] * kGroupColumns};
+}
 
 // A packed matrix, taken apart.
 class PackedWeights {

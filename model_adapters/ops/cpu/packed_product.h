@@ -18,25 +18,27 @@ class PackedProduct {
   static constexpr int kFetchSteps = 16;  // between what of x is multiplied and what is fetched
 
  public:
-  PackedProduct(const HeldRows<bf16>& x, int64_t rows, const Packed& packed, const float* bias, bf16* out)
-      : x_(x.data()), num_words_(x.num_words), rows_(rows), packed_(packed), weights_(packed), bias_(bias), out_(out), in_pairs_(kPartsOfWord == 2 && rows <= kPairRows) {}
+  // Row r of the result is row to[r] of the output, if `to` is given.
+  PackedProduct(const HeldRows<bf16>& x, int64_t rows, const Packed& packed, const float* bias, const int32_t* to = nullptr)
+      : x_(x.data()), num_words_(x.num_words), rows_(rows), packed_(packed), weights_(packed), bias_(bias), to_(to), in_pairs_(kPartsOfWord == 2 && rows <= kPairRows) {}
 
   static int64_t lanes(int64_t rows) { return std::min<int64_t>(rows, kPassRows); }  // that it wants x in
 
   int64_t num_chunks() const { return (packed_.num_blocks() + chunk_blocks() - 1) / chunk_blocks(); }
 
   // The outputs of chunk c; `next` is what this thread takes after it. Behind the last chunk lie the next weights.
-  void run(int64_t c, int64_t next) const {
+  template <class Out>
+  void run(int64_t c, int64_t next, Out* out) const {
     const Stretch stretch{first_block(c + 1), first_block(next)};
     int64_t block = first_block(c);
     if (rows_ > kPassRows) {
-      for (; block < stretch.stop; block++) multiply_slices(block, stretch);
+      for (; block < stretch.stop; block++) multiply_slices(block, stretch, out);
       return;
     }
     if constexpr (kPartsOfWord == 2)
       if (in_pairs_)
-        for (; block + 2 <= stretch.stop; block += 2) multiply_blocks<2>(block, stretch);
-    for (; block < stretch.stop; block++) multiply_blocks<1>(block, stretch);
+        for (; block + 2 <= stretch.stop; block += 2) multiply_blocks<2>(block, stretch, out);
+    for (; block < stretch.stop; block++) multiply_blocks<1>(block, stretch, out);
   }
 
  private:
@@ -67,8 +69,8 @@ class PackedProduct {
   }
 
   // The outputs of N blocks of weights and the rows of x, which are so few that one pass does.
-  template <int N>
-  void multiply_blocks(int64_t block, const Stretch& stretch) const {
+  template <int N, class Out>
+  void multiply_blocks(int64_t block, const Stretch& stretch, Out* out) const {
     for_count<N == 1 ? kPassRows : kPairRows>(rows_, [&](auto count) {
       constexpr int R = count, kNum = N * kStrips, T = std::min(kNum, 2);
       Vec sums[kNum][R] = {};
@@ -88,7 +90,7 @@ class PackedProduct {
           }
         }
       });
-      for (int b = 0; b < N; b++) put<R>(block + b, 0, sums + b * kStrips);
+      for (int b = 0; b < N; b++) put<R>(block + b, 0, sums + b * kStrips, out);
     });
   }
 
@@ -99,7 +101,8 @@ class PackedProduct {
 
   // The outputs of a block and more rows of x than one pass takes. A slice of the block is taken apart in the first pass, and
   // found so by the others.
-  void multiply_slices(int64_t block, const Stretch& stretch) const {
+  template <class Out>
+  void multiply_slices(int64_t block, const Stretch& stretch, Out* out) const {
     Word slice[kSliceSteps][kStrips];
     static thread_local std::vector<Sums> sums_of_thread;
     const int64_t num_passes = (rows_ + kPassRows - 1) / kPassRows;
@@ -115,7 +118,7 @@ class PackedProduct {
         sums_of_thread[pass] = sums;
       }
     }
-    for (int64_t pass = 0; pass < num_passes; pass++) put<kPassRows>(block, pass * kPassRows, sums_of_thread[pass].of);
+    for (int64_t pass = 0; pass < num_passes; pass++) put<kPassRows>(block, pass * kPassRows, sums_of_thread[pass].of, out);
   }
 
   // Takes the groups of a block up to `end` apart into `slice`, and adds their products with a pass of x.
@@ -147,15 +150,15 @@ class PackedProduct {
   }
 
   // Writes the sums of a block and R rows of x from `row` on; of those there are.
-  template <int R>
-  void put(int64_t block, int64_t row, const Vec (*sums)[R]) const {
+  template <int R, class Out>
+  void put(int64_t block, int64_t row, const Vec (*sums)[R], Out* out) const {
 #pragma GCC unroll 2
     for (int strip = 0; strip < kStrips; strip++) {
       const int64_t begin = block * kGroupRows + strip * kLanes;
       const Vec bias = bias_ ? load(bias_ + begin) : Vec{};
 #pragma GCC unroll 16
       for (int r = 0; r < R; r++)
-        if (row + r < rows_) store(out_ + (row + r) * packed_.n + begin, bias_ ? sums[strip][r] + bias : sums[strip][r]);
+        if (row + r < rows_) store(out + (to_ ? to_[row + r] : row + r) * packed_.n + begin, bias_ ? sums[strip][r] + bias : sums[strip][r]);
     }
   }
 
@@ -164,7 +167,7 @@ class PackedProduct {
   const Packed packed_;
   const PackedWeights weights_;
   const float* bias_;
-  bf16* out_;
+  const int32_t* to_;
   bool in_pairs_;
 };
 

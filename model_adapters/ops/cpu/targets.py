@@ -13,6 +13,7 @@ TARGETS = (
     "tas_linear_recurrence",
     "tas_lora",
     "tas_packed_linear",
+    "tas_packed_routed_linear",
     "tas_paged_attention",
     "tas_quantized_linear",
     "tas_quantized_routed_linear",
@@ -39,6 +40,7 @@ ROW_BY_ROW = (
 ROW_OPERANDS = {
     **dict.fromkeys(ROW_BY_ROW, 1),
     "tas_lora": 3,
+    "tas_packed_routed_linear": 2,
     "tas_quantized_routed_linear": 2,
     "tas_routed_linear": 2,
 }
