@@ -22,7 +22,7 @@ peer's own tool; they are asked in turns (A B C A B C), while the others are sto
 is run with each dtype and number of threads that it has (`serving_peers/variants.py`), and the best takes part. Systems
 with weights of 16 or 32 bits are compared with each other, those of 8 and of 4 bits likewise. What cannot be
 installed or does not run is in the result with the reason. Next to decoding and the mix stands the least time
-that the machine needs, by its measured rates of memory and of products (`serving_peers/roofline.py`).
+that the machine needs, by its measured rates of memory and of products (`serving_peers/roofline.py`); for dense decoders.
 
 With ``--work FOLDER`` the checkpoint, its conversions and what was found best stay there for the next run, so that one
 which was cut off goes on. ``--minutes`` bounds a command: what was not reached is in the result as such.
@@ -92,7 +92,8 @@ def run_decode(bench: Bench) -> None:
             }
             found[number, kind] = rates
             bench.add_numbers(case, rates, turns[case], kind)
-    roofline = bench.measure_roofline()
+    if (roofline := bench.measure_roofline()) is None:
+        return
     for (number, kind), rates in found.items():
         most = roofline.decode_rate(number, bench.workload.prompt_len, bench.workload.new_tokens, bench.bits_of(kind))
         for name, variant in bench.best(list(rates), kind).items():
@@ -150,7 +151,9 @@ def run_mix(bench: Bench) -> None:
     found = {case: {name: measures.numbers_of_mix(each) for name, each in turns[case].items()} for case in cases}
     for case in cases:
         bench.add_numbers(case, found[case], turns[case], UNQUANTIZED)
-    least_s = bench.measure_roofline().total_s(bench.workload.mix(math.inf, 0)[0].arrivals)
+    if (roofline := bench.measure_roofline()) is None:
+        return
+    least_s = roofline.total_s(bench.workload.mix(math.inf, 0)[0].arrivals)
     for name, numbers in found.get("all at once", {}).items():
         number = "total s" if name == OURS else f"total s, {name}"
         bench.add("all at once", number, numbers["total s"], "roofline", least_s)

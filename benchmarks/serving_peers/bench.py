@@ -103,10 +103,10 @@ class Bench:
     def has_time(self) -> bool:
         return time.monotonic() < self._deadline_s
 
-    def measure_roofline(self) -> Roofline:
-        """The rates of the machine, measured once more; no system may be computing."""
+    def measure_roofline(self) -> Roofline | None:
+        """The rates of the machine, measured once more; no system may be computing. None but for dense decoders."""
         now = Roofline.measured(self._shape, self.token_bytes)
-        self.roofline = now if self.roofline is None else self.roofline.better(now)
+        self.roofline = now.better(self.roofline) if now is not None and self.roofline is not None else now
         return self.roofline
 
     def system(self, variant: Variant, **chosen: object) -> System:

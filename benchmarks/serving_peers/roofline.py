@@ -16,6 +16,8 @@ from serving_peers.jobs import Arrival
 PRODUCT_SHAPE = (512, 3072, 1024)  # rows, outputs, inputs: few enough that all stay in the caches
 ROUNDS = 30
 PRODUCT_DTYPES = ("bfloat16", "float32")
+FULL, RECURRENT = "full_attention", ("linear_attention", "mamba", "conv", "recurrent")
+"""Kinds of layers, as configurations name them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,8 +39,10 @@ class Roofline:
     kv_token_bytes: int
 
     @classmethod
-    def measured(cls, shape: Mapping[str, Any], kv_token_bytes: int) -> Roofline:
-        """With the rates of this machine, now, for a dense decoder of this configuration."""
+    def measured(cls, shape: Mapping[str, Any], kv_token_bytes: int) -> Roofline | None:
+        """With the rates of this machine, now; None but for a dense decoder, whose steps read all weights."""
+        if not is_dense(shape):
+            return None
         from torchax_serve.profiling.bandwidth import measure_bandwidth
 
         flops_of = {dtype: products_per_s(dtype) for dtype in PRODUCT_DTYPES}
@@ -84,19 +88,27 @@ def num_weights(shape: Mapping[str, Any]) -> tuple[int, int]:
     return layer * shape["num_hidden_layers"], shape["vocab_size"] * shape["hidden_size"]
 
 
+def is_dense(shape: Mapping[str, Any]) -> bool:
+    """Whether each layer attends to all tokens, and multiplies each with all of its weights."""
+    experts = [shape.get(name) for name in ("num_experts", "num_local_experts", "n_routed_experts")]
+    return not any(experts) and "mamba_d_state" not in shape and set(shape.get("layer_types") or [FULL]) <= {FULL}
+
+
 def kv_token_bytes(shape: Mapping[str, Any]) -> int:
-    """Bytes that one token's keys and values take in all layers, in bfloat16.
+    """Bytes that one token's keys and values take in all layers that keep them, in bfloat16.
 
     Raises:
-        SystemExit: not every layer keeps all tokens, so there is no such number.
+        SystemExit: some layer keeps a window of tokens, so that there is no such number.
     """
-    if set(shape.get("layer_types") or ["full_attention"]) != {"full_attention"} or shape.get("sliding_window"):
+    kinds = shape.get("layer_types") or [FULL] * shape["num_hidden_layers"]
+    if not set(kinds) <= {FULL, "attention", *RECURRENT} or shape.get("sliding_window"):
         sys.exit(
-            "expected a shape whose layers all attend to everything, got sliding windows or others; choose another"
+            "expected a shape whose layers attend to everything or keep a state, got sliding windows or others; "
+            "choose another"
         )
     heads = shape.get("num_key_value_heads") or shape["num_attention_heads"]
     head_dim = shape.get("head_dim") or shape["hidden_size"] // shape["num_attention_heads"]
-    return shape["num_hidden_layers"] * 2 * heads * head_dim * 2
+    return sum(kind not in RECURRENT for kind in kinds) * 2 * heads * head_dim * 2
 
 
 def products_per_s(dtype: str) -> float:

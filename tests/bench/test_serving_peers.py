@@ -18,7 +18,7 @@ from serving_peers.bench import OURS, UNQUANTIZED, Bench  # noqa: E402
 from serving_peers.conversion import with_end_of_text, write_tokenizer  # noqa: E402
 from serving_peers.jobs import Arrival, Job, JobResult, Trace  # noqa: E402
 from serving_peers.processes import System  # noqa: E402
-from serving_peers.roofline import Roofline  # noqa: E402
+from serving_peers.roofline import Roofline, is_dense, kv_token_bytes  # noqa: E402
 from serving_peers.settings import SystemSettings  # noqa: E402
 from serving_peers.starts import NEXT_TOKENS, StartTimes, measure_start, median_start  # noqa: E402
 from serving_peers.variants import EIGHT_BITS, FOUR_BITS, KINDS, Choice, Variant, choose, thread_counts, variants_of  # noqa: E402
@@ -105,6 +105,19 @@ def test_the_roofline_multiplies_in_the_fastest_dtype():
     better = roofline.better(other)
     assert (better.bytes_per_s, better.flops_of, better.flops_per_s) == (3e9, {"bfloat16": 9e9, "float32": 8e9}, 9e9)
     assert roofline.total_s([Arrival([1] * 4, 2)]) == pytest.approx(2 * (900_000 * 5 + 100_000 * 2) / 8e9)
+
+
+def test_tokens_are_kept_by_layers_with_attention_alone():
+    def shape(name):
+        return json.loads((BENCHMARKS / "shapes" / f"{name}.json").read_text())
+
+    hybrid, dense = shape("qwen3.5-104m"), shape("qwen3-184m")
+    assert kv_token_bytes(hybrid) == 3 * 2 * 2 * 128 * 2, "three of twelve layers, two heads of 128"
+    assert Roofline.measured(hybrid, 1) is None
+    assert [is_dense(shape(name)) for name in ("granite-4-h-110m", "qwen3-moe-123m", "deepseek-v3-110m")] == [False] * 3
+    assert is_dense(dense)
+    with pytest.raises(SystemExit, match="sliding windows"):
+        kv_token_bytes(dense | {"layer_types": ["full_attention", "sliding_attention"]})
 
 
 @pytest.fixture(scope="module")
