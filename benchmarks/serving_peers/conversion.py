@@ -6,8 +6,9 @@ import json
 import os
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from serving_peers.environments import SHIM, base_python
 
@@ -17,11 +18,13 @@ CONVERT_S = 600.0
 GGUF_TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q8_0": 7, "bf16": 32}
 OPENVINO_FORMATS = ("fp16", "fp32", "int8", "int4")
 ONNX_PRECISIONS = ("fp32", "fp16", "bf16", "int8", "int4")
-# llama.cpp's converter knows the tokenizers of published models by what they make of a text; ours is made up.
+# llama.cpp's converter knows the tokenizers of published models by what they make of a text; ours is made up. It expects
+# heads for several tokens in types whose published checkpoints have them; ours have none.
 WITH_MADE_UP_TOKENIZER = """
 import runpy, sys
 from conversion.base import TextModel
 TextModel.get_vocab_base_pre = lambda self, tokenizer: "gpt-2"
+TextModel.no_mtp = True
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
@@ -54,7 +57,8 @@ def to_gguf(checkpoint: Path, precision: str, environments: Path, folder: Path) 
     file = folder / f"model-{precision}.gguf"
     if precision in ("f32", "f16", "bf16"):
         paths = [environment / "llama.cpp" / "gguf-py", script.parent, environment, packages_of_this_process()]
-        arguments = [str(script), str(checkpoint), "--outfile", str(file), "--outtype", precision]
+        source = with_published_kinds(checkpoint, folder.parent / "checkpoint-with-published-kinds")
+        arguments = [str(script), str(source), "--outfile", str(file), "--outtype", precision]
         call([base_python(), "-S", "-c", WITH_MADE_UP_TOKENIZER, *arguments], paths)
         return
     whole = next(converted(checkpoint, "gguf-f16", environments, folder.parent).glob("*.gguf"))
@@ -99,13 +103,29 @@ def write_tokenizer(folder: Path, vocab_size: int) -> None:
 
 def with_end_of_text(checkpoint: Path, folder: Path) -> None:
     """A copy with a token that ends the text, which the builder wants; requests forbid it."""
+    copy_with(checkpoint, folder, {"eos_token_id": 2, "pad_token_id": 2}, ("config.json", "generation_config.json"))
+
+
+def with_published_kinds(checkpoint: Path, folder: Path) -> Path:
+    """A copy with layers named as in published configurations of the type, which llama.cpp's converter reads.
+
+    transformers has had one name for all types since 5.24. The checkpoint itself where it is of another type.
+    """
+    shape = json.loads((checkpoint / "config.json").read_text())
+    if shape["model_type"] != "granitemoehybrid":
+        return checkpoint
+    published = {"full_attention": "attention", "linear_attention": "mamba"}
+    kinds = [published.get(each, each) for each in shape["layer_types"]]
+    copy_with(checkpoint, folder, {"layer_types": kinds}, ("config.json",))
+    return folder
+
+
+def copy_with(checkpoint: Path, folder: Path, changes: Mapping[str, Any], names: Sequence[str]) -> None:
+    """A copy of a checkpoint with other values in the configurations of these names; other files are linked."""
     folder.mkdir(exist_ok=True)
     for path in checkpoint.iterdir():
-        if path.suffix == ".json" and path.name.endswith("config.json"):
-            changed = json.loads(path.read_text())
-            if path.name in ("config.json", "generation_config.json"):
-                changed |= {"eos_token_id": 2, "pad_token_id": 2}
-            (folder / path.name).write_text(json.dumps(changed))
+        if path.name in names:
+            (folder / path.name).write_text(json.dumps(json.loads(path.read_text()) | changes))
         elif not (folder / path.name).exists():
             (folder / path.name).symlink_to(path)
 

@@ -15,7 +15,7 @@ from gguf_files import tiny_model, write_gguf  # noqa: E402
 import serving  # noqa: E402  # a script
 from serving_peers import environments, llama_engine, variants  # noqa: E402
 from serving_peers.bench import OURS, UNQUANTIZED, Bench  # noqa: E402
-from serving_peers.conversion import with_end_of_text, write_tokenizer  # noqa: E402
+from serving_peers.conversion import with_end_of_text, with_published_kinds, write_tokenizer  # noqa: E402
 from serving_peers.jobs import Arrival, Job, JobResult, Trace  # noqa: E402
 from serving_peers.processes import System  # noqa: E402
 from serving_peers.roofline import Roofline, is_dense, kv_token_bytes  # noqa: E402
@@ -321,3 +321,16 @@ def test_the_checkpoint_gets_what_converters_ask_for(tmp_path):
     assert json.loads((named / "config.json").read_text()) == {"eos_token_id": 2, "pad_token_id": 2, "vocab_size": 512}
     assert (named / "tokenizer.json").read_bytes() == (model / "tokenizer.json").read_bytes()
     assert json.loads((model / "config.json").read_text())["eos_token_id"] is None
+
+
+def test_layers_have_the_names_that_a_converter_knows(tmp_path):
+    model, named = tmp_path / "model", tmp_path / "named"
+    model.mkdir()
+    shape = {"model_type": "granitemoehybrid", "layer_types": ["linear_attention", "full_attention", "mamba"]}
+    (model / "config.json").write_text(json.dumps(shape))
+    (model / "model.safetensors").write_bytes(b"weights")
+    assert with_published_kinds(model, named) == named
+    assert json.loads((named / "config.json").read_text())["layer_types"] == ["mamba", "attention", "mamba"]
+    assert (named / "model.safetensors").read_bytes() == b"weights"
+    (model / "config.json").write_text(json.dumps(shape | {"model_type": "qwen3_5_text"}))
+    assert with_published_kinds(model, named) == model
