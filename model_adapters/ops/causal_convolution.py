@@ -5,8 +5,8 @@ XLA's own grouped convolution takes twenty times as long on a CPU as a sum over 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -53,19 +53,36 @@ def reference(
     x: jax.Array, weight: jax.Array, bias: jax.Array | None, pool: jax.Array, segments: Segments
 ) -> tuple[jax.Array, jax.Array]:
     """Sums the taps: tokens of the row, and in front of them what the first segment reads."""
-    taps, pool, is_used = _taps(x, weight.shape[1], pool, segments)
-    out = jnp.zeros(x.shape, jnp.float32)
-    for back, tap in enumerate(taps):
-        out = out + tap.astype(jnp.float32) * weight[:, -1 - back].astype(jnp.float32)
-    if bias is not None:
-        out = out + bias.astype(jnp.float32)
-    return jnp.where(is_used[:, None], out, 0).astype(x.dtype), pool
+    num_tokens, num_old = len(x), weight.shape[1] - 1
+    inputs = _Inputs.of(x, num_old, pool, segments)
+
+    def summed(taps: Iterable[jax.Array]) -> jax.Array:
+        out = jnp.zeros((), jnp.float32)
+        for back, tap in enumerate(taps):
+            out = out + tap.astype(jnp.float32) * weight[:, -1 - back].astype(jnp.float32)
+        return (out if bias is None else out + bias.astype(jnp.float32)).astype(x.dtype)
+
+    is_used, pool = inputs.is_used[:, None], inputs.pool
+    if num_tokens <= num_old * len(segments.read):
+        return jnp.where(is_used, summed(inputs.taps(x)), 0), pool
+    # A gather of all tokens for each tap takes several times as long as the sum. So the taps are the row itself, moved,
+    # and the first tokens of each sequence, which would see those in front of it, are computed once more.
+    row = jnp.pad(x, ((num_old, 0), (0, 0)))
+    out = jnp.where(is_used, summed(row[num_old - back :][:num_tokens] for back in range(num_old + 1)), 0)
+    first = inputs.begin[:, None] + jnp.arange(num_old)
+    inside = jnp.minimum(first, num_tokens - 1)
+    with_before = jnp.concatenate([inputs.before, x[inside]], axis=1)
+    made = summed(with_before[:, num_old - back : 2 * num_old - back] for back in range(num_old + 1))
+    has_begin = (segments.lens > 0)[:, None] & (inputs.begin[inputs.segment[inside]] == inputs.begin[:, None])
+    place = jnp.where(has_begin & (first < segments.cu[-1]), first, num_tokens)
+    return out.at[place].set(made, mode="drop"), pool
 
 
 @with_last_row
 def _windows(x: jax.Array, width: int, pool: jax.Array, segments: Segments) -> tuple[jax.Array, jax.Array]:
-    taps, pool, is_used = _taps(x, width, pool, segments)
-    return jnp.where(is_used[:, None, None], jnp.stack(list(taps)[::-1], axis=1), 0), pool
+    inputs = _Inputs.of(x, width - 1, pool, segments)
+    windows = jnp.stack(list(inputs.taps(x))[::-1], axis=1)
+    return jnp.where(inputs.is_used[:, None, None], windows, 0), inputs.pool
 
 
 def causal_windows(x: jax.Array, width: int, pool: jax.Array, segments: Segments) -> tuple[jax.Array, jax.Array]:
@@ -82,28 +99,46 @@ def causal_windows(x: jax.Array, width: int, pool: jax.Array, segments: Segments
     return _windows(x, width, pool, segments)
 
 
-def _taps(
-    x: jax.Array, width: int, pool: jax.Array, segments: Segments
-) -> tuple[Iterator[jax.Array], jax.Array, jax.Array]:
-    """Returns inputs ``[T, D]`` 0, 1, ... tokens back, the new pool, and used tokens bool[T]."""
-    num_tokens, num_old, num_segments = len(x), width - 1, len(segments.read)
-    token = jnp.arange(num_tokens, dtype=jnp.int32)
-    of_token = segments.of_token(num_tokens)
-    segment = jnp.minimum(of_token, num_segments - 1)
-    first = jnp.argmax(segments.is_same_sequence, axis=1)  # of those with tokens
-    begin = segments.cu[first]
-    before = read_states(pool, segments.read[first], segments.held[first])  # [R, K - 1, D]
-    place = token - begin[segment]
+class _Inputs(NamedTuple):
+    """What the tokens of a row have in front of them.
 
-    def tap(back: int) -> jax.Array:
-        old = before[segment, jnp.clip(num_old + place - back, 0, num_old - 1)]
-        return jnp.where((place >= back)[:, None], x[jnp.maximum(token - back, 0)], old)
+    Attributes:
+        segment: int32[T], of each token; any for padding.
+        is_used: bool[T], whether it is no padding.
+        begin: int32[R], first token of the sequence of each segment with tokens.
+        before: ``[R, K - 1, D]``, what is in front of that.
+        pool: The new one.
+    """
 
-    places = (segments.cu[1:] - begin)[:, None] - num_old + jnp.arange(num_old)  # [R, K - 1], within the sequence
-    new = x[jnp.clip(begin[:, None] + places, 0, num_tokens - 1)]
-    old = jnp.take_along_axis(before, jnp.clip(places + num_old, 0, num_old - 1)[..., None], axis=1)
-    last = jnp.where((places >= 0)[..., None], new, old)
-    return map(tap, range(width)), _written(pool, last_writes(segments, pool), last), of_token < num_segments
+    segment: jax.Array
+    is_used: jax.Array
+    begin: jax.Array
+    before: jax.Array
+    pool: jax.Array
+
+    @classmethod
+    def of(cls, x: jax.Array, num_old: int, pool: jax.Array, segments: Segments) -> _Inputs:
+        """Returns those of ``x[T, D]``, `num_old` for each sequence."""
+        num_tokens, num_segments = len(x), len(segments.read)
+        of_token = segments.of_token(num_tokens)
+        first = jnp.argmax(segments.is_same_sequence, axis=1)  # of those with tokens
+        begin = segments.cu[first]
+        before = read_states(pool, segments.read[first], segments.held[first])
+        # [R, K - 1], the last inputs' places within the sequence
+        places = (segments.cu[1:] - begin)[:, None] - num_old + jnp.arange(num_old)
+        new = x[jnp.clip(begin[:, None] + places, 0, num_tokens - 1)]
+        old = jnp.take_along_axis(before, jnp.clip(places + num_old, 0, num_old - 1)[..., None], axis=1)
+        last = jnp.where((places >= 0)[..., None], new, old)
+        pool = _written(pool, last_writes(segments, pool), last)
+        return cls(jnp.minimum(of_token, num_segments - 1), of_token < num_segments, begin, before, pool)
+
+    def taps(self, x: jax.Array) -> Iterator[jax.Array]:
+        """Returns inputs ``[T, D]`` 0, 1, ... tokens back."""
+        token, num_old = jnp.arange(len(x), dtype=jnp.int32), self.before.shape[1]
+        place = token - self.begin[self.segment]
+        for back in range(num_old + 1):
+            old = self.before[self.segment, jnp.clip(num_old + place - back, 0, num_old - 1)]
+            yield jnp.where((place >= back)[:, None], x[jnp.maximum(token - back, 0)], old)
 
 
 def _written(pool: jax.Array, rows: jax.Array, last: jax.Array) -> jax.Array:
