@@ -32,17 +32,19 @@ class CompressedWeight:
         groups: Compressed numbers, uint8[..., n / 16, k / 8, 192]: 8 columns of 16 rows form a group.
         index: Table of high bytes, and the groups that are stored uncompressed, int32[...].
         plain: Uncompressed bfloat16[..., n, k], if other code than products and lookups reads it as well; else None.
+        num_rows: The n of a matrix whose last 16 rows are padded; else None.
     """
 
     groups: jax.Array
     index: jax.Array
     plain: jax.Array | None = None
+    num_rows: int | None = dataclasses.field(default=None, metadata={"static": True})
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape ``(..., n, k)`` of the weight."""
         *matrices, blocks, columns, _ = self.groups.shape
-        return *matrices, blocks * ffi.GROUP_ROWS, columns * ffi.GROUP_COLUMNS
+        return *matrices, self.num_rows or blocks * ffi.GROUP_ROWS, columns * ffi.GROUP_COLUMNS
 
     @property
     def ndim(self) -> int:
@@ -61,7 +63,10 @@ class CompressedWeight:
 
     def unpacked(self) -> jax.Array:
         """Returns the weight bfloat16[..., n, k], bit for bit."""
-        return ffi.unpack(self.groups, self.index) if self.plain is None else self.plain
+        if self.plain is not None:
+            return self.plain
+        padded = ffi.unpack(self.groups, self.index)
+        return padded if self.num_rows is None else padded[: self.num_rows]
 
 
 def take_compressed_rows(weight: CompressedWeight, indices: jax.Array) -> jax.Array:
@@ -70,6 +75,8 @@ def take_compressed_rows(weight: CompressedWeight, indices: jax.Array) -> jax.Ar
     Indices outside of the weight are clamped.
     """
     ids = indices.reshape(-1).astype(jnp.int32)
+    if weight.num_rows is not None:  # what is behind them is no padding's
+        ids = jnp.minimum(ids, weight.num_rows - 1)
     return ffi.unpack_rows(ids, weight.groups, weight.index).reshape(*indices.shape, weight.shape[1])
 
 
@@ -93,7 +100,8 @@ def compress_weight(
     if compress.unsupported_reason(weight) is not None or (packed := compress.pack(np.asarray(weight), place)) is None:
         return None
     groups, index = (jax.device_put(part, may_alias=True) for part in packed)
-    return CompressedWeight(groups, index, weight if keeps_plain else None)
+    num_rows = weight.shape[0] if weight.ndim == 2 and weight.shape[0] % ffi.GROUP_ROWS else None
+    return CompressedWeight(groups, index, weight if keeps_plain else None, num_rows)
 
 
 def unpacked(weight: Weight) -> jax.Array:

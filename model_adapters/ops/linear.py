@@ -149,7 +149,7 @@ def packed(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> ja
     """Computes with a compressed weight, bit-equal to the batch-invariant product."""
     compressed = compressed_of(weight)
     assert compressed is not None
-    return ffi.packed_linear(x, compressed.groups, compressed.index, bias)
+    return ffi.packed_linear(x, compressed.groups, compressed.index, bias, compressed.num_rows)
 
 
 def _kernel(x: jax.Array, weight: jax.Array, bias: jax.Array | None) -> jax.Array:

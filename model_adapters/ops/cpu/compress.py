@@ -22,14 +22,18 @@ def unsupported_reason(weight: jax.Array) -> str | None:
     """Returns why a matrix or a stack of them cannot be compressed, or None."""
     if weight.dtype != jnp.bfloat16:
         return f"it is {weight.dtype}; only the high bytes of bfloat16 are much alike"
-    if weight.ndim not in (2, 3) or weight.shape[-2] % GROUP_ROWS or weight.shape[-1] % GROUP_COLUMNS or not weight.size:
-        return f"its shape is {list(weight.shape)}, not [..., n, k] of whole {GROUP_ROWS}s and {GROUP_COLUMNS}s"
+    shape = list(weight.shape)
+    if weight.ndim not in (2, 3) or shape[-1] % GROUP_COLUMNS or not weight.size:
+        return f"its shape is {shape}, not [n, k] or [matrices, n, k] with k of whole {GROUP_COLUMNS}s"
+    if shape[-2] % GROUP_ROWS and (weight.ndim == 3 or shape[0] < GROUP_ROWS):
+        return f"its shape is {shape}: expected n of whole {GROUP_ROWS}s, or above in one matrix"
     return ffi.packing_unsupported_reason()
 
 
 def group_bytes(shape: tuple[int, ...]) -> int:
     """Returns the bytes of the groups of a weight of `shape`, padded for the next weight."""
-    size = math.prod(shape) * GROUP_BYTES // (GROUP_ROWS * GROUP_COLUMNS)
+    *matrices, n, k = shape
+    size = math.prod(matrices) * -(-n // GROUP_ROWS) * (k // GROUP_COLUMNS) * GROUP_BYTES
     return size + -size % XLA_CPU_ALIGNMENT
 
 
@@ -37,9 +41,12 @@ def pack(weight: np.ndarray, place: np.ndarray | None = None) -> tuple[np.ndarra
     """Returns groups uint8[..., n / 16, k / 8, 192] and int32 index; None if little is saved.
 
     Args:
-        weight: bfloat16[n, k], or [matrices, n, k]: packed as one matrix, below each other.
+        weight: bfloat16[n, k], whose last row is repeated up to whole 16s; or [matrices, n, k]: packed as one matrix,
+            below each other.
         place: Memory for the groups, uint8[group_bytes(weight.shape)], or None for new memory.
     """
+    if missing := -weight.shape[-2] % GROUP_ROWS:
+        weight = np.pad(weight, ((0, missing), (0, 0)), mode="edge")
     *matrices, rows, k = weight.shape
     n = math.prod(matrices) * rows
     plain = np.ascontiguousarray(weight)
@@ -53,7 +60,9 @@ def pack(weight: np.ndarray, place: np.ndarray | None = None) -> tuple[np.ndarra
     count = int(ffi.library().tas_pack(_pointer(plain), *sizes, *arrays))
     if count > most:
         return None
-    return groups.reshape(*matrices, rows // GROUP_ROWS, *shape[1:]), np.concatenate([table.view(np.int32), first, at[:count], words[:count].ravel()])
+    return groups.reshape(*matrices, rows // GROUP_ROWS, *shape[1:]), np.concatenate(
+        [table.view(np.int32), first, at[:count], words[:count].ravel()]
+    )
 
 
 def _pointer(array: np.ndarray) -> ctypes.c_void_p:

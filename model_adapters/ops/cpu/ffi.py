@@ -233,7 +233,9 @@ def lora(x: jax.Array, sums: jax.Array, ids: jax.Array, a: jax.Array, b: jax.Arr
     return with_rows_folded(run, 3)(x, sums, ids.astype(jnp.int32), a, b)
 
 
-def packed_linear(x: jax.Array, groups: jax.Array, index: jax.Array, bias: jax.Array | None) -> jax.Array:
+def packed_linear(
+    x: jax.Array, groups: jax.Array, index: jax.Array, bias: jax.Array | None, num_rows: int | None = None
+) -> jax.Array:
     """Returns :func:`linear` with a compressed weight, bit-equal to :func:`batch_invariant`.
 
     Args:
@@ -241,10 +243,11 @@ def packed_linear(x: jax.Array, groups: jax.Array, index: jax.Array, bias: jax.A
         groups: Compressed weight, uint8[N / 16, K / 8, 192].
         index: Table of the weight, int32[...].
         bias: float[N] or None.
+        num_rows: N, if its last 16 rows are padded.
     """
 
     def run(x: jax.Array, groups: jax.Array, index: jax.Array, bias: jax.Array) -> jax.Array:
-        result = jax.ShapeDtypeStruct((x.shape[0], groups.shape[0] * GROUP_ROWS), x.dtype)
+        result = jax.ShapeDtypeStruct((x.shape[0], num_rows or groups.shape[0] * GROUP_ROWS), x.dtype)
         return ffi_call("tas_packed_linear", result)(x, groups, index, bias)
 
     return with_rows_folded(run, 1)(x, groups, index, or_empty(bias))

@@ -16,11 +16,11 @@ ffi::Error packed_linear(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuff
   const Packed packed = packed_of(groups, index);
   const auto* from = (const bf16*)x.untyped_data();
   auto* to = (bf16*)out->untyped_data();
-  const int64_t rows = x.dimensions()[0], count = num_distinct_rows(from, rows, packed.k);
+  const int64_t rows = x.dimensions()[0], n = out->dimensions()[1], count = num_distinct_rows(from, rows, packed.k);
   const HeldRows<bf16> held(&threads, from, count, packed.k, PackedProduct::lanes(count));
-  const PackedProduct product(held, count, packed, bias.element_count() ? (const float*)bias.untyped_data() : nullptr);
+  const PackedProduct product(held, count, packed, n, bias.element_count() ? (const float*)bias.untyped_data() : nullptr);
   parallel_for(threads, product.num_chunks(), num_workers(count, packed.n, packed.k, sizeof(bf16)), [&](int64_t c, int64_t next) { product.run(c, next, to); });
-  repeat_last_row(threads, to, count, rows, packed.n);
+  repeat_last_row(threads, to, count, rows, n);
   return ffi::Error::Success();
 }
 

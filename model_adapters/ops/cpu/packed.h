@@ -40,7 +40,8 @@ constexpr int kGroupRows = 16, kGroupColumns = 8, kGroupWords = 4, kGroupBytes =
 constexpr int kStrips = kGroupRows / kLanes;  // of a group
 
 // Where the parts of a packed matrix lie; those of `index` behind one another, int32:
-// table[16 bytes], first[n / 16 + 1], at[number of groups in the list], and the list itself.
+// table[16 bytes], first[n / 16 + 1], at[number of groups in the list], and the list itself. n is a multiple of 16: rows are
+// added to a matrix of fewer, of which nothing is written to a result.
 //
 // Matrices of a stack are packed as one, below each other: one table and one list are theirs together. A part of the rows is
 // read by the same index, of which it knows how many blocks are in front of it and behind it.

@@ -18,17 +18,17 @@ class PackedProduct {
   static constexpr int kFetchSteps = 16;  // between what of x is multiplied and what is fetched
 
  public:
-  // Row r of the result is row to[r] of the output, if `to` is given.
-  PackedProduct(const HeldRows<bf16>& x, int64_t rows, const Packed& packed, const float* bias, const int32_t* to = nullptr)
-      : x_(x.data()), num_words_(x.num_words), rows_(rows), packed_(packed), weights_(packed), bias_(bias), to_(to), in_pairs_(kPartsOfWord == 2 && rows <= kPairRows) {}
+  // The result has n columns: rows of the matrix, the last block of which may be padded. Its row r is row to[r] of the output,
+  // if `to` is given.
+  PackedProduct(const HeldRows<bf16>& x, int64_t rows, const Packed& packed, int64_t n, const float* bias, const int32_t* to = nullptr)
+      : x_(x.data()), num_words_(x.num_words), rows_(rows), n_(n), packed_(packed), weights_(packed), bias_(bias), to_(to), in_pairs_(kPartsOfWord == 2 && rows <= kPairRows) {}
 
   static int64_t lanes(int64_t rows) { return std::min<int64_t>(rows, kPassRows); }  // that it wants x in
 
   int64_t num_chunks() const { return (packed_.num_blocks() + chunk_blocks() - 1) / chunk_blocks(); }
 
   // The outputs of chunk c; `next` is what this thread takes after it. Behind the last chunk lie the next weights.
-  template <class Out>
-  void run(int64_t c, int64_t next, Out* out) const {
+  void run(int64_t c, int64_t next, bf16* out) const {
     const Stretch stretch{first_block(c + 1), first_block(next)};
     int64_t block = first_block(c);
     if (rows_ > kPassRows) {
@@ -69,8 +69,8 @@ class PackedProduct {
   }
 
   // The outputs of N blocks of weights and the rows of x, which are so few that one pass does.
-  template <int N, class Out>
-  void multiply_blocks(int64_t block, const Stretch& stretch, Out* out) const {
+  template <int N>
+  void multiply_blocks(int64_t block, const Stretch& stretch, bf16* out) const {
     for_count<N == 1 ? kPassRows : kPairRows>(rows_, [&](auto count) {
       constexpr int R = count, kNum = N * kStrips, T = std::min(kNum, 2);
       Vec sums[kNum][R] = {};
@@ -101,8 +101,7 @@ class PackedProduct {
 
   // The outputs of a block and more rows of x than one pass takes. A slice of the block is taken apart in the first pass, and
   // found so by the others.
-  template <class Out>
-  void multiply_slices(int64_t block, const Stretch& stretch, Out* out) const {
+  void multiply_slices(int64_t block, const Stretch& stretch, bf16* out) const {
     Word slice[kSliceSteps][kStrips];
     static thread_local std::vector<Sums> sums_of_thread;
     const int64_t num_passes = (rows_ + kPassRows - 1) / kPassRows;
@@ -150,20 +149,35 @@ class PackedProduct {
   }
 
   // Writes the sums of a block and R rows of x from `row` on; of those there are.
-  template <int R, class Out>
-  void put(int64_t block, int64_t row, const Vec (*sums)[R], Out* out) const {
+  template <int R>
+  void put(int64_t block, int64_t row, const Vec (*sums)[R], bf16* out) const {
 #pragma GCC unroll 2
     for (int strip = 0; strip < kStrips; strip++) {
-      const int64_t begin = block * kGroupRows + strip * kLanes;
-      const Vec bias = bias_ ? load(bias_ + begin) : Vec{};
+      const int64_t begin = block * kGroupRows + strip * kLanes, count = std::min<int64_t>(kLanes, n_ - begin);
+      if (count <= 0) return;
+      const Vec bias = bias_ ? first_of(bias_ + begin, count) : Vec{};
 #pragma GCC unroll 16
       for (int r = 0; r < R; r++)
-        if (row + r < rows_) store(out + (to_ ? to_[row + r] : row + r) * packed_.n + begin, bias_ ? sums[strip][r] + bias : sums[strip][r]);
+        if (row + r < rows_) put_first(bias_ ? sums[strip][r] + bias : sums[strip][r], count, out + (to_ ? to_[row + r] : row + r) * n_ + begin);
     }
   }
 
+  static Vec first_of(const float* p, int64_t count) {
+    if (count == kLanes) return load(p);
+    float all[kLanes] = {};
+    std::copy(p, p + count, all);
+    return load(all);
+  }
+
+  static void put_first(Vec v, int64_t count, bf16* out) {
+    if (count == kLanes) return store(out, v);
+    bf16 all[kLanes];
+    store(all, v);
+    std::copy(all, all + count, out);
+  }
+
   const float* x_;
-  int64_t num_words_, rows_;
+  int64_t num_words_, rows_, n_;
   const Packed packed_;
   const PackedWeights weights_;
   const float* bias_;

@@ -23,7 +23,7 @@ struct Sizes {
   int64_t tokens, choices, rows_per_token, num_matrices, n, k;
 };
 
-// The products of all groups: `make` gives that of a group.
+// The products of all groups, each as `make` has it.
 template <class Product, class T, class Out, class Make>
 ffi::Error run(ffi::ThreadPool& threads, const RoutedRows& rows, Out* out, const Sizes& s, const Make& make) {
   const int64_t num_groups = rows.groups.size();
@@ -81,21 +81,18 @@ ffi::Error routed_linear(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuff
 class PackedRows {
  public:
   PackedRows(const bf16* x, int64_t count, const Packed& packed, const float* bias, const int32_t* at, const int32_t* to)
-      : held_(nullptr, x, count, packed.k, PackedProduct::lanes(count), at), product_(held_, count, packed, bias, to) {}
+      : held_(nullptr, x, count, packed.k, PackedProduct::lanes(count), at), product_(held_, count, packed, packed.n, bias, to) {}
 
   int64_t num_chunks() const { return product_.num_chunks(); }
 
-  template <class Out>
-  void run(int64_t c, int64_t next, Out* out) const {
-    product_.run(c, next, out);
-  }
+  void run(int64_t c, int64_t next, bf16* out) const { product_.run(c, next, out); }
 
  private:
   HeldRows<bf16> held_;
   PackedProduct product_;
 };
 
-// The same of a packed stack: groups[E, N / 16, K / 8, 192], and its index.
+// The same of bfloat16 and a packed stack, groups[E, N / 16, K / 8, 192] and its index: always in one order.
 ffi::Error packed_routed_linear(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuffer ids, ffi::AnyBuffer groups, ffi::AnyBuffer index, ffi::AnyBuffer bias, ffi::Result<ffi::AnyBuffer> out) {
   const Packed packed = packed_of(groups, index);
   const int64_t num_matrices = groups.dimensions()[0], rows_per_token = x.dimensions().size() == 3 ? x.dimensions()[1] : 1;
@@ -103,13 +100,10 @@ ffi::Error packed_routed_linear(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::
   const auto* from = (const bf16*)x.untyped_data();
   const auto* added = bias.element_count() ? (const float*)bias.untyped_data() : nullptr;
   const RoutedRows rows(from, s.rows_per_token, s.k, (const int32_t*)ids.untyped_data(), s.tokens, s.choices, num_matrices);
-  const auto call = [&](auto* to) {
-    return run<PackedRows, bf16>(threads, rows, to, s, [&](const RoutedRows::Group& group) {
-      const Packed matrix = packed.rows(group.matrix * s.n, s.n);
-      return std::make_unique<PackedRows>(from, group.count, matrix, added ? added + group.matrix * s.n : nullptr, rows.at.data() + group.begin, rows.to.data() + group.begin);
-    });
-  };
-  return out->element_type() == ffi::F32 ? call((float*)out->untyped_data()) : call((bf16*)out->untyped_data());
+  return run<PackedRows, bf16>(threads, rows, (bf16*)out->untyped_data(), s, [&](const RoutedRows::Group& group) {
+    const Packed matrix = packed.rows(group.matrix * s.n, s.n);
+    return std::make_unique<PackedRows>(from, group.count, matrix, added ? added + group.matrix * s.n : nullptr, rows.at.data() + group.begin, rows.to.data() + group.begin);
+  });
 }
 #else
 ffi::Error packed_routed_linear(ffi::ThreadPool, ffi::AnyBuffer, ffi::AnyBuffer, ffi::AnyBuffer, ffi::AnyBuffer, ffi::AnyBuffer, ffi::Result<ffi::AnyBuffer>) {
