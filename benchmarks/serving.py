@@ -22,7 +22,8 @@ peer's own tool; they are asked in turns (A B C A B C), while the others are sto
 is run with each dtype and number of threads that it has (`serving_peers/variants.py`), and the best takes part. Systems
 with weights of 16 or 32 bits are compared with each other, those of 8 and of 4 bits likewise. What cannot be
 installed or does not run is in the result with the reason. Next to decoding and the mix stands the least time
-that the machine needs, by its measured rates of memory and of products (`serving_peers/roofline.py`); for dense decoders.
+that the machine needs, by its measured rates of memory and of products (`serving_peers/roofline.py`), for
+dense decoders.
 
 With ``--work FOLDER`` the checkpoint, its conversions and what was found best stay there for the next run, so that one
 which was cut off goes on. ``--minutes`` bounds a command: what was not reached is in the result as such.

@@ -18,8 +18,8 @@ CONVERT_S = 600.0
 GGUF_TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q8_0": 7, "bf16": 32}
 OPENVINO_FORMATS = ("fp16", "fp32", "int8", "int4")
 ONNX_PRECISIONS = ("fp32", "fp16", "bf16", "int8", "int4")
-# llama.cpp's converter knows the tokenizers of published models by what they make of a text; ours is made up. It expects
-# heads for several tokens in types whose published checkpoints have them; ours have none.
+# llama.cpp's converter knows the tokenizers of published models by what they make of a text; ours is made up. It
+# expects heads for several tokens in types whose published checkpoints have them; ours have none.
 WITH_MADE_UP_TOKENIZER = """
 import runpy, sys
 from conversion.base import TextModel
