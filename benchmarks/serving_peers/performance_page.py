@@ -163,6 +163,29 @@ def server_part(results: Path) -> str:
     return f"## HTTP servers\n\n{filled(f'{caption} {commands}')}\n\n" + "\n".join(lines) + "\n"
 
 
+def kinds_part(found: Sequence[Mapping[str, Any]]) -> str | None:
+    """Decoding and prefill of other shapes than the one of most results, a row for each system."""
+    if not found:
+        return None
+    columns = [f"{number}, {case}" for number in ("decode", "prefill") for case in ("1 request", "8", "32")]
+    lines = ["| shape | system | dtype | " + " | ".join(columns) + " |", "|---" * (3 + len(columns)) + "|"]
+    for result in found:
+        shape = result["command"].partition("shapes/")[2].partition(".json")[0]
+        both = [decode_cells(result["rows"], f"{number} tokens/s")[UNQUANTIZED] for number in ("decode", "prefill")]
+        for system in both[1]:  # without the roofline
+            numbers = [cells[system].get(f"{case} requests") for cells in both for case in (1, 8, 32)]
+            values = " | ".join(map(text_of, numbers))
+            lines.append(f"| {shape} | {NAMES.get(system, system)} | {both[0][system]['dtype']} | {values} |")
+    newest = max(found, key=lambda result: result["machine"]["date"])
+    about = f"Tokens/s of shapes of benchmarks/shapes, each in a run of its own; the newest: {describe(newest)}"
+    return f"## Kinds of models\n\n{filled(about)} Peers: {installed(newest)}.\n\n" + "\n".join(lines) + "\n"
+
+
+def installed(result: Mapping[str, Any]) -> str:
+    """The peers' versions that a run had."""
+    return ", ".join(part for part in versions_of(result).split(", ") if "not installed" not in part and " " in part)
+
+
 def filled(text: str) -> str:
     return textwrap.fill(text, 125, break_long_words=False, break_on_hyphens=False)
 
@@ -176,6 +199,9 @@ def page(results: Path) -> str:
             for path in sorted(results.glob(f"serving-{command}-*.json"), key=lambda path: path.stem)
         ]
         found = [result for result in found if "choices" in result]  # else of a time when peers had one dtype each
+        if command == "decode":
+            kinds = [result for result in found if "--config" in result["command"]]
+            found = [result for result in found if result not in kinds]
         for result in found:
             parts.append(f"## {title}\n\n{filled(f'{describe(result)} Peers: {versions_of(result)}.')}\n")
             if command == "decode":
@@ -188,7 +214,7 @@ def page(results: Path) -> str:
                 measured_anew = {kind for each in newer for kind in start_cells(each["rows"])}
                 cells = start_cells(result["rows"])
                 parts.append(table({kind: cells[kind] for kind in cells if kind not in measured_anew}))
-    parts += filter(None, [server_part(results)])
+    parts += filter(None, [kinds_part(kinds), server_part(results)])
     curves = [name for name in PANELS if (results / f"curves-{name}.json").exists()]
     for name in curves:
         result = json.loads((results / f"curves-{name}.json").read_text())

@@ -1,12 +1,15 @@
 """Windows of the last inputs of each token, as convolutions with weights of each token read them."""
 
+import re
+
 import jax
 import numpy as np
 import pytest
 from recurrent_oracle import Layer, empty_pool, expected_of, normal, padded, table
 
 from model_adapters.errors import InvalidArgumentError
-from model_adapters.ops.causal_convolution import causal_windows
+from model_adapters.ops import use
+from model_adapters.ops.causal_convolution import causal_convolution, causal_windows
 
 CHANNELS = 6
 
@@ -38,6 +41,20 @@ def test_windows_are_those_of_a_loop(width):
     assert (np.asarray(out[30:]) == 0).all() and written
     for row in written:
         np.testing.assert_array_equal(got[row], np.float32(after[row]))
+
+
+@pytest.mark.parametrize(("num_tokens", "gathers"), [(32, False), (6, True)], ids=["prompts", "single tokens"])
+def test_taps_of_prompts_are_no_gathers_of_the_row(num_tokens, gathers):
+    """A TPU gathers row by row: it takes several times as long as the sum, which reads the row once."""
+    rng, width = np.random.default_rng(0), 4
+    x, weight = normal(rng, num_tokens, CHANNELS), normal(rng, CHANNELS, width)
+    segments = table([0, num_tokens - 2, num_tokens], [0, 1], [0, 1], [False, True], [0, 1])
+    with use("causal_convolution", "reference"):
+        jaxpr = jax.make_jaxpr(causal_convolution)(
+            x, weight, None, np.zeros((3, width - 1, CHANNELS), x.dtype), segments
+        )
+    shapes = re.findall(r":\w+\[([\d,]+)\] = gather", str(jaxpr))
+    assert shapes and (f"{num_tokens},{CHANNELS}" in shapes) == gathers
 
 
 def test_what_does_not_fit_is_refused():
