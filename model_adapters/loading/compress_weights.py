@@ -26,6 +26,9 @@ MAX_PADDING = 0.05
 EXPERTS = ("gate_up_proj", "up_proj", "down_proj")
 """Weights of a module that has one of transformers' functions for experts, `program/moe.py` among them."""
 
+READ_BY_HEAD = ".kv_b_proj"
+"""Layers of latent attention, of which attention to latents takes the matrix of each head."""
+
 INDEX_BYTES = 4
 """Of an entry of an index, int32."""
 
@@ -99,6 +102,8 @@ def pack_weights(module: torch.nn.Module, weights: dict[str, Weight]) -> int:
 def _multiplied(path: str, module: torch.nn.Module) -> list[str]:
     """Returns the names of `module`'s weights [..., out, in] that its products alone read."""
     dot = f"{path}." if path else ""
+    if path.endswith(READ_BY_HEAD):
+        return []
     if isinstance(module, torch.nn.Linear):
         return [f"{dot}weight"] if type(module).forward is torch.nn.Linear.forward else []
     if not hasattr(module, "has_gate") or getattr(module, "is_transposed", True):

@@ -22,6 +22,19 @@ _GPT2 = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions
 _OPT = {"vocab_size": 64, "hidden_size": 32, "ffn_dim": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 _BERT = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 _MOE = {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+_LATENT = {
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
 _LOCAL = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
 
 CONFIGS = {
@@ -34,6 +47,7 @@ CONFIGS = {
     "mixtral": lambda: tf.MixtralConfig(**COMMON, num_local_experts=4),
     "qwen3_moe": lambda: tf.Qwen3MoeConfig(**COMMON, **_MOE, decoder_sparse_step=1),
     "gpt_oss": lambda: tf.GptOssConfig(**COMMON, head_dim=8, num_local_experts=4, num_experts_per_tok=2),
+    "deepseek_v3": lambda: tf.DeepseekV3Config(**COMMON, **_LATENT),
     "mamba": lambda: tf.MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, state_size=8, **_SPECIAL),
     "t5": lambda: tf.T5Config(vocab_size=64, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4),
     "bert": lambda: tf.BertConfig(**_BERT),
