@@ -7,14 +7,15 @@ import dataclasses
 import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import jax
 import numpy as np
 
 from model_adapters.errors import InvalidArgumentError, TorchaxServeError
 from torchax_serve.compilation.background import BackgroundCompiler, CompileTask, compile_all
 from torchax_serve.engine.adapters import Adapters, AdapterUse
-from torchax_serve.executors.base import Executor, InFlightStep
+from torchax_serve.executors.base import Executor
 from torchax_serve.executors.request_input import SpanLimits
 from torchax_serve.executors.speculation.speculative_decode import read_drafts
 from torchax_serve.executors.speculation.verified_tokens import VerifiedTokens
@@ -23,7 +24,7 @@ from torchax_serve.outputs import TokenLogprobs
 from torchax_serve.sampling.sampler import Sampler
 from torchax_serve.sampling.token_masks import ALL_TOKENS, TokenMasks, num_words
 from torchax_serve.sampling.transformers_behaviour import TransformersBehaviour
-from torchax_serve.sampling.types import Logprobs, columns_for
+from torchax_serve.sampling.types import Logprobs, Sampled, columns_for
 from torchax_serve.sampling_params import MAX_LOGPROBS
 from torchax_serve.scheduler import DraftResult, PlanRow, Request, RequestId, SchedulerConfig, StepPlan
 from torchax_serve.scheduler.request import RequestState
@@ -124,6 +125,42 @@ class PlanMasks:
                 bitmask[index] = ALL_TOKENS
                 failures[slot] = error
         return bitmask
+
+
+@dataclasses.dataclass
+class InFlightStep:
+    """A plan that was dispatched, and its results on the device.
+
+    The scheduler knows the same step by its plan alone, and `DispatchQueue` adds its times.
+
+    Attributes:
+        plan: The step plan.
+        sampled: Results of each step of the plan.
+        tokens: int32[>= num_steps, S] of fused decode steps, or the results of a plan with drafts, in place of
+            `sampled`.
+        prompt_logprobs: Log-probabilities of all prompt tokens of the step; None if not requested.
+        failures: Errors by slot, each of one request.
+        weights_version: Version of the weights that the step was computed with.
+    """
+
+    plan: StepPlan
+    sampled: list[Sampled] = dataclasses.field(default_factory=list)
+    tokens: jax.Array | VerifiedTokens | None = None
+    prompt_logprobs: Logprobs | None = None
+    failures: dict[int, Exception] = dataclasses.field(default_factory=dict)
+    weights_version: int = 0
+
+    @property
+    def has_logprobs(self) -> bool:
+        """Whether log-probabilities of any row were requested."""
+        if isinstance(self.tokens, VerifiedTokens):
+            return self.tokens.has_logprobs
+        return any(sampled.logprobs is not None for sampled in self.sampled)
+
+    def is_complete(self) -> bool:
+        """Returns whether the device has computed its tokens; does not wait."""
+        tokens: Any = self.sampled[-1].tokens if self.tokens is None else self.tokens
+        return all(leaf.is_ready() for leaf in jax.tree.leaves(tokens) if hasattr(leaf, "is_ready"))
 
 
 class ModelRunner:

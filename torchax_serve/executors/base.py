@@ -20,7 +20,7 @@ from torchax_serve.executors.request_input import RequestInput
 from torchax_serve.executors.speculation.verified_tokens import VerifiedTokens
 from torchax_serve.kv_cache.pools import PagedCache
 from torchax_serve.sampling.sampler import Sampler
-from torchax_serve.sampling.types import Logprobs, Sampled
+from torchax_serve.sampling.types import Logprobs
 from torchax_serve.scheduler import PageCopy, PlanRow, StepPlan
 
 if TYPE_CHECKING:
@@ -81,42 +81,6 @@ class AbstractStep:
     function: Callable[..., Any]
     args: tuple[Any, ...]
     donated: tuple[int, ...]
-
-
-@dataclasses.dataclass
-class InFlightStep:
-    """A plan that was dispatched, and its results on the device.
-
-    The scheduler knows the same step by its plan alone, and `DispatchQueue` adds its times.
-
-    Attributes:
-        plan: The step plan.
-        sampled: Results of each step of the plan.
-        tokens: int32[>= num_steps, S] of fused decode steps, or the results of a plan with drafts, in place of
-            `sampled`.
-        prompt_logprobs: Log-probabilities of all prompt tokens of the step; None if not requested.
-        failures: Errors by slot, each of one request.
-        weights_version: Version of the weights that the step was computed with.
-    """
-
-    plan: StepPlan
-    sampled: list[Sampled] = dataclasses.field(default_factory=list)
-    tokens: jax.Array | VerifiedTokens | None = None
-    prompt_logprobs: Logprobs | None = None
-    failures: dict[int, Exception] = dataclasses.field(default_factory=dict)
-    weights_version: int = 0
-
-    @property
-    def has_logprobs(self) -> bool:
-        """Whether log-probabilities of any row were requested."""
-        if isinstance(self.tokens, VerifiedTokens):
-            return self.tokens.has_logprobs
-        return any(sampled.logprobs is not None for sampled in self.sampled)
-
-    def is_complete(self) -> bool:
-        """Returns whether the device has computed its tokens; does not wait."""
-        tokens: Any = self.sampled[-1].tokens if self.tokens is None else self.tokens
-        return all(leaf.is_ready() for leaf in jax.tree.leaves(tokens) if hasattr(leaf, "is_ready"))
 
 
 class ExecutorCache(Protocol):
