@@ -20,7 +20,7 @@ from model_adapters.program.model_program import CallSpec
 from model_adapters.program.static_tensors import StaticTensor
 from torchax_serve.distributed.hosts.message_codec import CodecError, decode, encode
 from torchax_serve.distributed.hosts.messages import ArrayRef, ArraySpec, Compile, End, Run
-from torchax_serve.executors.packed.executor import FusedDecodeSpec, PackedStepSpec
+from torchax_serve.executors.packed.executor import PackedDecodeSpec, PackedStepSpec
 from torchax_serve.runtime.static_args import StaticArgs
 from torchax_serve.validation.bounded_json import parse_json
 
@@ -38,7 +38,7 @@ MESSAGES = [
     Compile(
         1,
         "packed",
-        FusedDecodeSpec(PackedStepSpec(16, 4, 2, LAYOUT, batch_invariant=False), 4),
+        PackedDecodeSpec(PackedStepSpec(16, 4, 2, LAYOUT, batch_invariant=False), 4),
         "highest",
         has_weights=True,
         args=({"x": ArrayRef(4)}, [ArraySpec((1,), np.dtype("int32"))], None),

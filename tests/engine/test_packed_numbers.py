@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from model_adapters.caches.packed_batch import PagedLayout
-from torchax_serve.executors.step_inputs import SAMPLED_ON_DEVICE, FusedDecodeSpec, PackedStepSpec
+from torchax_serve.executors.step_inputs import SAMPLED_ON_DEVICE, PackedDecodeSpec, PackedStepSpec
 from torchax_serve.scheduler import PlanRow
 
 NUM_SLOTS, PAGES = 8, 3
@@ -40,7 +40,7 @@ def test_a_decode_call_says_the_same_batch(chosen, data, num_groups, num_steps, 
     packed = PackedStepSpec(num_rows, num_rows, PAGES, layout, False)
     last_tokens = np.arange(100, 100 + NUM_SLOTS, dtype=np.int32)
     whole = unpacked(packed, packed.pack(rows, tables, 0), last_tokens)
-    spec = FusedDecodeSpec(packed, 16)
+    spec = PackedDecodeSpec(packed, 16)
     numbers = spec.pack(rows, tables, num_steps=num_steps, draws=draws)
     assert len(numbers) == spec.size
     batch, slots, told_steps, told_draws = unpacked(spec, numbers)

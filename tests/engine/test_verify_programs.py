@@ -28,7 +28,7 @@ class TableExecutor:
     """Executor of the model whose next logits are the last token's row of `TABLE`."""
 
     runs_ahead, num_programs, num_substitutes = True, 0, 0
-    limits = ExecutorLimits(max_num_seqs=NUM_SLOTS, fused_decode_steps=NUM_STEPS)
+    limits = ExecutorLimits(max_num_seqs=NUM_SLOTS, max_num_steps=NUM_STEPS)
 
     def __init__(self, config):
         self.cache = types.SimpleNamespace(pools=())

@@ -223,7 +223,7 @@ def _scheduler_config(
         max_num_batched_tokens=sizes.max_num_batched_tokens,
         enable_prefix_caching=options.enable_prefix_caching and limits.shares_prefixes,
         snapshots=snapshots,
-        max_num_steps=max(1, limits.fused_decode_steps),
+        max_num_steps=max(1, limits.max_num_steps),
         max_fused_decode_s=min(MAX_DISPATCH_S, (ttft_s or math.inf) / 4),
         allowed_chunk_sizes=limits.chunk_sizes,
         batches_prefill=limits.batches_prefill,

@@ -136,8 +136,8 @@ class InFlightStep:
     Attributes:
         plan: The step plan.
         sampled: Results of each step of the plan.
-        tokens: int32[>= num_steps, S] of fused decode steps, or the results of a plan with drafts, in place of
-            `sampled`.
+        tokens: int32[>= num_steps, S] of decode steps in one dispatch, or the results of a plan with drafts, in place
+            of `sampled`.
         prompt_logprobs: Log-probabilities of all prompt tokens of the step; None if not requested.
         failures: Errors by slot, each of one request.
         weights_version: Version of the weights that the step was computed with.
@@ -326,7 +326,7 @@ class ModelRunner:
         # Decode rows that need no more than tokens are one dispatch for all their steps, and plans with drafts are the
         # executor's. All other steps are two dispatches: logits, with log-probabilities of prompts where they are asked
         # for, then sampling.
-        is_fused = masks is None and not plan.prefill_rows and self._executor.limits.fused_decode_steps
+        is_fused = masks is None and not plan.prefill_rows and self._executor.limits.max_num_steps
         if is_fused or plan.drafts is not None:
             step.tokens, step.failures = self._executor.run_decode(plan, self._sampler, make_bitmask), failures
             if step.tokens is not None:

@@ -42,7 +42,7 @@ class ExecutorLimits:
         batches_prefill: Whether a step may have several prefill rows.
         shares_prefixes: Whether pages and snapshots hold the complete state of a prefix, so that requests can share it.
         num_snapshots: Snapshots of recurrent states, with snapshot 0, which is not used; 0: no layer has a state.
-        fused_decode_steps: Maximum number of decode steps with sampling in one dispatch; 0: no `run_decode`.
+        max_num_steps: Maximum number of decode steps with sampling in one dispatch; 0: no `run_decode`.
         token_buckets: Numbers of tokens up to which a step with prefill rows costs the same, ascending; empty: none.
         sees_ahead: Whether tokens of an image may see later ones of it.
     """
@@ -53,7 +53,7 @@ class ExecutorLimits:
     batches_prefill: bool = True
     shares_prefixes: bool = True
     num_snapshots: int = 0
-    fused_decode_steps: int = 0
+    max_num_steps: int = 0
     token_buckets: tuple[int, ...] = ()
     sees_ahead: bool = False
 
@@ -185,7 +185,7 @@ class Executor(Protocol):
 
         Returns tokens int32[>= num_steps, S], or what a plan with drafts brings, which only an executor gets that was
         made with options of speculation. None: nothing was dispatched, because a row needs more than tokens
-        (log-probabilities, penalties), or because the executor has no such program (`ExecutorLimits.fused_decode_steps`
+        (log-probabilities, penalties), or because the executor has no such program (`ExecutorLimits.max_num_steps`
         is 0).
         """
 

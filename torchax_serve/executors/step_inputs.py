@@ -137,7 +137,7 @@ class PackedStepSpec:
 
 
 @dataclasses.dataclass(frozen=True)
-class FusedDecodeSpec:
+class PackedDecodeSpec:
     """Static arguments of decode steps; the number of steps is an input.
 
     One step or several; the last one's logits come out, too, for plans whose tokens are sampled elsewhere.
@@ -194,7 +194,7 @@ class FusedDecodeSpec:
         return numbers
 
     def unpack(self, numbers: jax.Array) -> tuple[PackedBatch, jax.Array, jax.Array, jax.Array]:
-        """Returns the unpacked arguments of a fused decode program.
+        """Returns the unpacked arguments of a decode program.
 
         They are the first batch, whose token ids may be `SAMPLED_ON_DEVICE`, slots int32[S], number of steps, whether
         to draw.

@@ -23,7 +23,7 @@ from torchax_serve.executors.base import AbstractStep, ExecutorLimits, MakeBitma
 from torchax_serve.executors.compiled_steps import CompiledSteps, StepCall
 from torchax_serve.executors.media_slots import MediaSlots
 from torchax_serve.executors.packed.calls import abstract_step, all_logits, forward_model, optional_args
-from torchax_serve.executors.packed.fused_decode import decode_steps
+from torchax_serve.executors.packed.decode_steps import decode_steps
 from torchax_serve.executors.packed.specs import PackedSpecs, StepBuckets
 from torchax_serve.executors.request_input import MediaInput, RequestInput
 from torchax_serve.executors.slot_adapters import SlotAdapters
@@ -31,7 +31,7 @@ from torchax_serve.executors.speculation.draft_head import DraftHead
 from torchax_serve.executors.speculation.draft_model import DraftModel
 from torchax_serve.executors.speculation.packed_drafts import PackedDrafts
 from torchax_serve.executors.speculation.verified_tokens import VerifiedTokens
-from torchax_serve.executors.step_inputs import FusedDecodeSpec, PackedStepSpec
+from torchax_serve.executors.step_inputs import PackedDecodeSpec, PackedStepSpec
 from torchax_serve.kv_cache.hybrid_cache import HybridCache
 from torchax_serve.kv_cache.pools import PagedCache
 from torchax_serve.sampling.sample import logprobs_of, with_rows
@@ -42,7 +42,7 @@ from torchax_serve.scheduler import PlanRow, SpeculativeConfig, StepPlan
 if TYPE_CHECKING:
     from model_adapters.program.model_program import ModelProgram
 
-Spec = PackedStepSpec | FusedDecodeSpec
+Spec = PackedStepSpec | PackedDecodeSpec
 """Spec of a step."""
 
 
@@ -186,7 +186,7 @@ class PackedExecutor:
                 return self._drafts.run(plan, sampler, make_bitmask)
             self._drafts.catch_up(plan.page_tables)
         spec = self._steps.choose(self._decode_specs(plan.rows))
-        if not isinstance(spec, FusedDecodeSpec):
+        if not isinstance(spec, PackedDecodeSpec):
             return None
         found = sampler.fused_options(plan.rows, spec.packed.num_rows)
         if found is None:
@@ -226,7 +226,7 @@ class PackedExecutor:
         return tokens, state
 
     def _dispatch_decode(
-        self, spec: FusedDecodeSpec, state: SamplerState, options: RowOptions, numbers: np.ndarray
+        self, spec: PackedDecodeSpec, state: SamplerState, options: RowOptions, numbers: np.ndarray
     ) -> tuple[tuple[jax.Array, jax.Array], SamplerState]:
         """Runs a decode program on the cache; returns logits and tokens, and the new state."""
         args = (self.cache.pools, state, options, self._with_adapters(numbers))
@@ -258,7 +258,7 @@ class PackedExecutor:
         num_tokens = sum(row.num_tokens for row in rows)
         specs = self._decode_specs(rows) if is_decode else self._specs.step_choices(num_tokens, media=media)
         spec = self._steps.choose(specs)
-        if isinstance(spec, FusedDecodeSpec):
+        if isinstance(spec, PackedDecodeSpec):
             numbers = spec.pack(rows, tables, ahead=ahead, deltas=self._media.deltas)
             return self._decode_logits(spec, last_tokens, numbers)
         numbers = self._with_adapters(spec.pack(rows, tables, ahead))
@@ -298,7 +298,7 @@ class PackedExecutor:
         (logits, logprobs), self.cache.pools = program(self._weights, *args)
         return logprobs, logits
 
-    def _decode_logits(self, spec: FusedDecodeSpec, last_tokens: jax.Array, numbers: np.ndarray) -> jax.Array:
+    def _decode_logits(self, spec: PackedDecodeSpec, last_tokens: jax.Array, numbers: np.ndarray) -> jax.Array:
         """Runs a decode step and returns its logits [num_slots, vocab]; its tokens are not used."""
         num_rows = spec.packed.num_rows
         options = self._idle_options.get(num_rows)
@@ -355,7 +355,7 @@ class PackedExecutor:
         """Implements `Executor.prepare`: the decode steps of the plan's requests."""
         self._steps.expect(self._decode_specs(plan.rows)[:1])
 
-    def _decode_specs(self, rows: Sequence[PlanRow]) -> list[FusedDecodeSpec | PackedStepSpec]:
+    def _decode_specs(self, rows: Sequence[PlanRow]) -> list[PackedDecodeSpec | PackedStepSpec]:
         """Returns the specs of steps that can decode `rows`, decode steps first."""
         media = self._media.of_decode(rows) if self._media.inputs else (None, False)
         return self._specs.decode_choices(len(rows), *media)
@@ -409,7 +409,7 @@ def _limits(cache: PagedCache, num_slots: int, max_num_steps: int, buckets: Step
         max_num_seqs=num_slots,
         shares_prefixes=num_snapshots != 1,
         num_snapshots=num_snapshots,
-        fused_decode_steps=max_num_steps,
+        max_num_steps=max_num_steps,
         token_buckets=buckets.costs,
         sees_ahead=True,
     )

@@ -11,7 +11,7 @@ from model_adapters.ops import registry
 from model_adapters.ops.linear import skips_equal_rows
 from torchax_serve.buckets import bucket_for, bucket_sizes, token_buckets
 from torchax_serve.executors.media_slots import MediaSpec
-from torchax_serve.executors.step_inputs import FusedDecodeSpec, PackedStepSpec
+from torchax_serve.executors.step_inputs import PackedDecodeSpec, PackedStepSpec
 from torchax_serve.sampling.types import MAX_NUM_TOP
 from torchax_serve.scheduler import PlanRow
 
@@ -84,7 +84,7 @@ class PackedSpecs:
     head: str = ""
     num_top: int = MAX_NUM_TOP
     _known: dict[tuple[int, bool, bool, MediaSpec | None], PackedStepSpec] = dataclasses.field(default_factory=dict)
-    _decode: dict[tuple[int, bool], FusedDecodeSpec] = dataclasses.field(default_factory=dict)
+    _decode: dict[tuple[int, bool], PackedDecodeSpec] = dataclasses.field(default_factory=dict)
     _choices: dict[tuple[Any, ...], Any] = dataclasses.field(default_factory=dict)
 
     def is_decode(self, rows: Sequence[PlanRow]) -> bool:
@@ -137,12 +137,12 @@ class PackedSpecs:
             *sizes, layout, self.batch_invariant, self.has_rope_lens, head=self.head, num_top=self.num_top
         )
 
-    def decode_spec(self, num_rows: int, has_deltas: bool = False) -> FusedDecodeSpec:
+    def decode_spec(self, num_rows: int, has_deltas: bool = False) -> PackedDecodeSpec:
         """Returns the spec of decode steps of `num_rows` rows, a bucket."""
         spec = self._decode.get((num_rows, has_deltas))
         if spec is None:
             packed = self.step_spec(num_rows, is_decode=True)
-            spec = self._decode[num_rows, has_deltas] = FusedDecodeSpec(packed, self.max_num_steps, has_deltas)
+            spec = self._decode[num_rows, has_deltas] = PackedDecodeSpec(packed, self.max_num_steps, has_deltas)
         return spec
 
     def step_choices(
@@ -160,10 +160,10 @@ class PackedSpecs:
 
     def decode_choices(
         self, num_rows: int, media: MediaSpec | None = None, has_deltas: bool = False
-    ) -> list[FusedDecodeSpec | PackedStepSpec]:
+    ) -> list[PackedDecodeSpec | PackedStepSpec]:
         """Returns the specs of steps that can decode `num_rows` rows, decode steps first."""
         key = "decode", num_rows, media, has_deltas
-        found: list[FusedDecodeSpec | PackedStepSpec] | None = self._choices.get(key)
+        found: list[PackedDecodeSpec | PackedStepSpec] | None = self._choices.get(key)
         if found is None:
             buckets = (size for size in self.decode_buckets if size >= num_rows)
             decode = (self.decode_spec(size, has_deltas) for size in buckets)
@@ -175,7 +175,7 @@ class PackedSpecs:
         """Smallest number of tokens that a step with log-probabilities of prompts is padded to."""
         return bucket_for(self.token_buckets, min(self.token_buckets[-1], MAX_WARM_SCORED_TOKENS))
 
-    def all(self) -> list[PackedStepSpec | FusedDecodeSpec]:
+    def all(self) -> list[PackedStepSpec | PackedDecodeSpec]:
         """Returns every step that mixed traffic can meet."""
         return [
             *(self.step_spec(size) for size in self.token_buckets),

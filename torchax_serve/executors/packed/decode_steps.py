@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from model_adapters.caches.packed_batch import Pool
 from model_adapters.ops.compressed_weight import Weights
 from torchax_serve.executors.slot_adapters import SlotAdapters
-from torchax_serve.executors.step_inputs import SAMPLED_ON_DEVICE, FusedDecodeSpec
+from torchax_serve.executors.step_inputs import SAMPLED_ON_DEVICE, PackedDecodeSpec
 from torchax_serve.executors.traced_function import TracedFunction
 from torchax_serve.sampling.sample import sample, with_rows
 from torchax_serve.sampling.types import RowOptions, SamplerSpec, SamplerState
@@ -28,7 +28,7 @@ def decode_steps(
     state: SamplerState,
     options: RowOptions,
     numbers: jax.Array,
-    spec: FusedDecodeSpec,
+    spec: PackedDecodeSpec,
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[Pool, ...], SamplerState]:
     """Returns the last step's logits, all tokens int32[max_num_steps, S], pools and state.
 
@@ -40,7 +40,7 @@ def decode_steps(
         pools: Pages of each layer.
         state: State of the sampler.
         options: Options of the rows at their first token.
-        numbers: Inputs of the steps, as `FusedDecodeSpec.pack` makes them, and the adapters behind them.
+        numbers: Inputs of the steps, as `PackedDecodeSpec.pack` makes them, and the adapters behind them.
         spec: The static arguments.
     """
     batch, slots, num_steps, draws = spec.unpack(numbers[: spec.size])
