@@ -207,8 +207,8 @@ def test_several_steps_in_one_dispatch_give_the_same_tokens(options):
     drawn = {"do_sample": True, **options} if options else {}
     with serve(tiny_model("llama"), engine=several) as many, serve(tiny_model("llama"), engine=single) as one:
         model, sent = many.engine._runner._executor, []
-        decode = model.decode
-        model.decode = lambda *args: sent.append(args[4]) or decode(*args)
+        run_decode = model.run_decode
+        model.run_decode = lambda plan, *args: sent.append(plan.num_steps) or run_decode(plan, *args)
         many.engine.submit(request(prompts[0], 13, 9, **drawn)).result()  # in single steps, until the program is there
         model._steps._background.wait()
         handles = [[m.engine.submit(request(p, 13, 9, **drawn)) for p in prompts] for m in (many, one)]
@@ -224,16 +224,16 @@ def test_a_step_that_raises_fails_its_requests_and_no_others(llama, monkeypatch)
     calls = []
 
     def failing(step):
-        def counted(rows, *args, **kwargs):
-            calls.append(len(rows))
+        def counted(*args, **kwargs):
+            calls.append(step)
             if len(calls) == 3:
                 raise RuntimeError("the device has caught fire")
-            return step(rows, *args, **kwargs)
+            return step(*args, **kwargs)
 
         return counted
 
     monkeypatch.setattr(model, "run", failing(model.run))
-    monkeypatch.setattr(model, "decode", failing(model.decode))
+    monkeypatch.setattr(model, "run_decode", failing(model.run_decode))
     first = engine.submit(request([5, 6, 7], 20))
     with pytest.raises(RequestError, match=r"its step failed \(RuntimeError: the device has caught fire\)"):
         first.result()

@@ -192,43 +192,21 @@ class PackedExecutor:
         if found is None:
             return None
         options, draws = found
-        state = sampler.take_state("sampled")
-        tokens, state = self.decode(plan.rows, plan.page_tables, state, options, plan.num_steps, draws)
+        numbers = spec.pack(
+            plan.rows, plan.page_tables, num_steps=plan.num_steps, draws=draws, deltas=self._media.deltas
+        )
+        (_, tokens), state = self._dispatch_decode(spec, sampler.take_state("sampled"), options, numbers)
         sampler.set_state(state)
         return tokens
-
-    def decode(
-        self,
-        rows: Sequence[PlanRow],
-        tables: Sequence[np.ndarray],
-        state: SamplerState,
-        options: RowOptions,
-        num_steps: int,
-        draws: bool,
-    ) -> tuple[jax.Array, SamplerState]:
-        """Runs decode steps of `rows` with sampling in one dispatch.
-
-        Args:
-            rows: Decode rows of a plan.
-            tables: Page tables by group, int32[num_slots, pages_per_seq].
-            state: Sampler state without tables.
-            options: Options of the rows at their first token, padded to a bucket; levels "greedy" and "sampled".
-            num_steps: Number of steps, at most `max_num_steps`.
-            draws: Whether any row has the level "sampled".
-
-        Returns:
-            Tokens int32[max_num_steps, S], of which the first `num_steps` rows are valid, and the new state.
-        """
-        has_deltas = bool(self._media.inputs) and self._media.has_deltas(rows)
-        spec = self._specs.decode_spec(len(options.ints), has_deltas)
-        numbers = spec.pack(rows, tables, num_steps=num_steps, draws=draws, deltas=self._media.deltas)
-        (_, tokens), state = self._dispatch_decode(spec, state, options, numbers)
-        return tokens, state
 
     def _dispatch_decode(
         self, spec: PackedDecodeSpec, state: SamplerState, options: RowOptions, numbers: np.ndarray
     ) -> tuple[tuple[jax.Array, jax.Array], SamplerState]:
-        """Runs a decode program on the cache; returns logits and tokens, and the new state."""
+        """Runs a decode program on the cache; returns logits and tokens, and the new state.
+
+        `options` are those of the rows at their first token. Of the tokens, int32[max_num_steps, S], as many rows are
+        valid as steps were run.
+        """
         args = (self.cache.pools, state, options, self._with_adapters(numbers))
         program = self._steps.get(spec, StepCall(self._decode_steps, args))
         results, self.cache.pools, state = program(self._weights, *args)
