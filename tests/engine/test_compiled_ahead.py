@@ -36,7 +36,7 @@ def held(monkeypatch):
     """A model whose program of decode steps compiles only when the event is set, in whatever thread."""
     release = threading.Event()
     with serve(tiny_model("llama"), engine=SMALL) as model:
-        steps = model.engine._runner._executor._decode_steps
+        steps = model.engine._runner._executor._decode_function
         compiled = steps.compiled
 
         def waiting(*args, **kwargs):
@@ -55,10 +55,10 @@ def test_requests_are_answered_while_the_decode_program_is_compiled(held):
     model, release = held
     executor = model.engine._runner._executor
     assert model.engine.submit(request(PROMPT, 13)).result() == expected_tokens("llama", PROMPT, 13)
-    assert executor._decode_steps.num_programs == 0
+    assert executor._decode_function.num_programs == 0
     release.set()
-    executor._steps._background.wait()
-    assert executor._decode_steps.num_programs == 1
+    executor._step_programs._background.wait()
+    assert executor._decode_function.num_programs == 1
     assert model.engine.submit(request(PROMPT, 13)).result() == expected_tokens("llama", PROMPT, 13)
 
 
@@ -69,8 +69,8 @@ def test_a_larger_program_answers_while_the_smaller_one_is_compiled():
         executor = model.engine._runner._executor
         many = (long * 7)[:200]
         first = model.engine.submit(request(many, 2)).result()
-        executor._steps._background.wait()
-        step, release = executor._step, threading.Event()
+        executor._step_programs._background.wait()
+        step, release = executor._packed_function, threading.Event()
         compiled = step.compiled
 
         def waiting(*args, **kwargs):
@@ -85,7 +85,7 @@ def test_a_larger_program_answers_while_the_smaller_one_is_compiled():
             assert step.num_programs == before
         finally:
             release.set()
-        executor._steps._background.wait()
+        executor._step_programs._background.wait()
         assert step.num_programs == before + 1, "the smaller program is there for the next one"
         assert model.engine.submit(request(many, 2)).result() == first
 

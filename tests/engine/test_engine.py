@@ -210,7 +210,7 @@ def test_several_steps_in_one_dispatch_give_the_same_tokens(options):
         run_decode = model.run_decode
         model.run_decode = lambda plan, *args: sent.append(plan.num_steps) or run_decode(plan, *args)
         many.engine.submit(request(prompts[0], 13, 9, **drawn)).result()  # in single steps, until the program is there
-        model._steps._background.wait()
+        model._step_programs._background.wait()
         handles = [[m.engine.submit(request(p, 13, 9, **drawn)) for p in prompts] for m in (many, one)]
         greedy = many.engine.submit(request(prompts[0], 13))
         assert [t.result() for t in handles[0]] == [t.result() for t in handles[1]]

@@ -33,7 +33,7 @@ def test_the_reward_rises_and_the_engine_has_the_trained_weights():
         assert np.mean(means[-2:]) > means[0] + 0.05, means
         served.engine._runner._background.wait()  # for programs that are compiled ahead
         executor = served.engine._runner._executor
-        assert executor.num_programs == len(executor._steps._programs), "each step was compiled once"
+        assert executor.num_programs == len(executor._step_programs._programs), "each step was compiled once"
         held = served._runtimes[0].weights
         for owner, array in loop.trained.items():
             np.testing.assert_array_equal(np.asarray(array), np.asarray(held[owner]))

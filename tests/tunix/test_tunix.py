@@ -121,7 +121,7 @@ def test_grpo_on_rollouts_of_the_engine(served):
     assert np.mean(means[-2:]) > means[0] + 0.05, means
     served.engine._runner._background.wait()  # for programs that are compiled ahead
     executor = served.engine._runner._executor
-    assert executor.num_programs == len(executor._steps._programs), "each step was compiled once"
+    assert executor.num_programs == len(executor._step_programs._programs), "each step was compiled once"
     held = served._runtimes[0].weights
     actor = cluster.actor_trainer.model
     for owner, array in actor.arrays().items():

@@ -16,9 +16,9 @@ import torch
 from model_adapters.caches.packed_batch import NotPackableError
 from model_adapters.errors import UnsupportedModelError
 from torchax_serve.compilation.executable_cache import ExecutableCache
-from torchax_serve.executors.compiled_steps import StepCall
 from torchax_serve.executors.packed.executor import PackedExecutor, step_calls
 from torchax_serve.executors.packed.factory import layers_of, sized_cache, usable_bytes
+from torchax_serve.executors.step_programs import StepCall
 from torchax_serve.export.program_writer import ProgramWriter
 from torchax_serve.export.programs import described_layer, described_states, program_key
 from torchax_serve.export.targets import ExportTarget

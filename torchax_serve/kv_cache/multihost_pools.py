@@ -23,19 +23,19 @@ class MultiHostPoolAllocator(PoolAllocator):
     """Makes pools and states and copies pages by programs that all hosts run.
 
     Args:
-        programs: that all hosts run.
+        executables: that all hosts run.
         sharding: of the model.
     """
 
-    def __init__(self, programs: ExecutableCache, sharding: ModelSharding) -> None:
+    def __init__(self, executables: ExecutableCache, sharding: ModelSharding) -> None:
         super().__init__(sharding.pool_sharding)
         self._pool_sharding, self._state_sharding = sharding.pool_sharding, sharding.state_sharding
         self._recurrent_sharding = sharding.recurrent_sharding
-        self._zeros = CachedFunction(programs, "zero_pool", self._make)
-        self._scaled = CachedFunction(programs, "zero_scaled_pool", self._make_scaled)
-        self._zero_states = CachedFunction(programs, "zero_states", self._make_states)
-        self._zero_recurrent = CachedFunction(programs, "zero_recurrent_states", self._make_recurrent)
-        self._copied = CachedFunction(programs, "copy_pages", self._copy, donate={"pools": 1})
+        self._zeros = CachedFunction(executables, "zero_pool", self._make)
+        self._scaled = CachedFunction(executables, "zero_scaled_pool", self._make_scaled)
+        self._zero_states = CachedFunction(executables, "zero_states", self._make_states)
+        self._zero_recurrent = CachedFunction(executables, "zero_recurrent_states", self._make_recurrent)
+        self._copied = CachedFunction(executables, "copy_pages", self._copy, donate={"pools": 1})
 
     def _make(self, weights: Weights, spec: ArrayOf) -> tuple[None, jax.Array]:
         shape, dtype = spec

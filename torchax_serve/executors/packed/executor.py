@@ -20,7 +20,6 @@ from model_adapters.ops.cpu.ffi import batch_invariant
 from torchax_serve.compilation.background import CompileTask
 from torchax_serve.compilation.executable_cache import CachedFunction, ExecutableCache
 from torchax_serve.executors.base import AbstractStep, ExecutorLimits, MakeBitmask, abstract_ints, refuse_encoder_input
-from torchax_serve.executors.compiled_steps import CompiledSteps, StepCall
 from torchax_serve.executors.media_slots import MediaSlots
 from torchax_serve.executors.packed.calls import abstract_step, all_logits, forward_model, optional_args
 from torchax_serve.executors.packed.decode_steps import decode_steps
@@ -32,6 +31,7 @@ from torchax_serve.executors.speculation.draft_model import DraftModel
 from torchax_serve.executors.speculation.packed_drafts import PackedDrafts
 from torchax_serve.executors.speculation.verified_tokens import VerifiedTokens
 from torchax_serve.executors.step_inputs import PackedDecodeSpec, PackedStepSpec
+from torchax_serve.executors.step_programs import StepCall, StepPrograms
 from torchax_serve.kv_cache.hybrid_cache import HybridCache
 from torchax_serve.kv_cache.pools import PagedCache
 from torchax_serve.sampling.sample import logprobs_of, with_rows
@@ -53,7 +53,7 @@ class PackedExecutor:
         program: The model's forward.
         weights: Weights by name.
         cache: Page pools, replaced by each step.
-        programs: Cache of compiled steps.
+        executables: Cache of compiled steps.
         num_slots: Maximum number of rows of a step.
         token_budget: Maximum number of tokens of a step.
         max_num_steps: Maximum number of decode steps in one dispatch.
@@ -72,7 +72,7 @@ class PackedExecutor:
         program: ModelProgram,
         weights: Weights,
         cache: PagedCache,
-        programs: ExecutableCache,
+        executables: ExecutableCache,
         *,
         num_slots: int,
         token_budget: int,
@@ -105,18 +105,18 @@ class PackedExecutor:
         self._adapters = SlotAdapters(num_slots, lora)
         self.limits = _limits(cache, num_slots, max_num_steps, self.buckets)
         compiled = functools.partial(
-            CachedFunction, programs, facts=program.trace_facts, restore_facts=program.restore_facts
+            CachedFunction, executables, facts=program.trace_facts, restore_facts=program.restore_facts
         )
         self._idle_options: dict[int, RowOptions] = {}
         self._media = MediaSlots(num_slots)
-        self._steps: CompiledSteps[Spec] = CompiledSteps(self._weights, programs, self._call_of)
-        self.compiles_ahead = self._steps.compiles_ahead
-        self._step = compiled("packed", self._run, donate={"pools": 1})
+        self._step_programs: StepPrograms[Spec] = StepPrograms(self._weights, executables, self._call_of)
+        self.compiles_ahead = self._step_programs.compiles_ahead
+        self._packed_function = compiled("packed", self._packed_step, donate={"pools": 1})
         decode = functools.partial(decode_steps, self._forward, self._adapters, self._constrain_pools)
-        self._decode_steps = compiled("decode_steps", decode, donate={"pools": 1})
+        self._decode_function = compiled("decode_steps", decode, donate={"pools": 1})
         self._drafts: PackedDrafts | None = None
         if speculative is not None:
-            of_steps = self._forward, self._weights, cache, programs, compiled, self._specs
+            of_steps = self._forward, self._weights, cache, executables, compiled, self._specs
             of_model = functools.partial(forward_model, program)
             self._drafts = PackedDrafts(
                 speculative, *of_steps, of_model, self._constrain_pools, adapters=self._adapters, draft=draft
@@ -125,7 +125,7 @@ class PackedExecutor:
     @property
     def num_substitutes(self) -> int:
         """As `Executor.num_substitutes`."""
-        return self._steps.num_substitutes
+        return self._step_programs.num_substitutes
 
     def _forward(
         self, weights: Any, pools: tuple[Pool, ...], batch: PackedBatch, spec: PackedStepSpec
@@ -151,7 +151,7 @@ class PackedExecutor:
         of_model, own = pools[: -1 - num_own], self._head.constrain_pools(pools)[-1 - num_own :]
         return (*constrain_pools(of_model, self.cache.layout.without_last(num_own), sharding), *own)
 
-    def _run(
+    def _packed_step(
         self,
         weights: Weights,
         pools: tuple[Pool, ...],
@@ -185,7 +185,7 @@ class PackedExecutor:
             if plan.drafts is not None:
                 return self._drafts.run(plan, sampler, make_bitmask)
             self._drafts.catch_up(plan.page_tables)
-        spec = self._steps.choose(self._decode_specs(plan.rows))
+        spec = self._step_programs.choose(self._decode_specs(plan.rows))
         if not isinstance(spec, PackedDecodeSpec):
             return None
         found = sampler.fused_options(plan.rows, spec.packed.num_rows)
@@ -208,14 +208,14 @@ class PackedExecutor:
         valid as steps were run.
         """
         args = (self.cache.pools, state, options, self._with_adapters(numbers))
-        program = self._steps.get(spec, StepCall(self._decode_steps, args))
+        program = self._step_programs.get(spec, StepCall(self._decode_function, args))
         results, self.cache.pools, state = program(self._weights, *args)
         return results, state
 
     @property
     def num_programs(self) -> int:
         """Compiled steps."""
-        own = self._step.num_programs + self._decode_steps.num_programs
+        own = self._packed_function.num_programs + self._decode_function.num_programs
         return own + (0 if self._drafts is None else self._drafts.num_programs)
 
     def run(
@@ -235,7 +235,7 @@ class PackedExecutor:
             media, is_decode = self._media.spec_of(rows), is_decode and not self._media.has_prompts(rows)
         num_tokens = sum(row.num_tokens for row in rows)
         specs = self._decode_specs(rows) if is_decode else self._specs.step_choices(num_tokens, media=media)
-        spec = self._steps.choose(specs)
+        spec = self._step_programs.choose(specs)
         if isinstance(spec, PackedDecodeSpec):
             numbers = spec.pack(rows, tables, ahead=ahead, deltas=self._media.deltas)
             return self._decode_logits(spec, last_tokens, numbers)
@@ -243,7 +243,7 @@ class PackedExecutor:
         args: tuple[Any, ...] = (self.cache.pools, last_tokens, numbers)
         if spec.media is not None:
             args = (*args, None, self._media.tokens(rows, spec.num_tokens, spec.media))
-        program = self._steps.get(spec, StepCall(self._step, args))
+        program = self._step_programs.get(spec, StepCall(self._packed_function, args))
         logits, self.cache.pools = program(self._weights, *args)
         return logits
 
@@ -260,7 +260,7 @@ class PackedExecutor:
             self._drafts.catch_up(tables)
         rows = self._media.with_token_ids(rows)
         media = self._media.spec_of(rows)
-        spec = self._steps.choose(self._specs.step_choices(len(following), all_logits=True, media=media))
+        spec = self._step_programs.choose(self._specs.step_choices(len(following), all_logits=True, media=media))
         assert isinstance(spec, PackedStepSpec)
         ids = np.zeros(spec.num_tokens, np.int32)
         ids[: len(following)] = following
@@ -272,7 +272,7 @@ class PackedExecutor:
             numbers,
             *optional_args(scored, self._media.tokens(rows, spec.num_tokens, spec.media)),
         )
-        program = self._steps.get(spec, StepCall(self._step, args))
+        program = self._step_programs.get(spec, StepCall(self._packed_function, args))
         (logits, logprobs), self.cache.pools = program(self._weights, *args)
         return logprobs, logits
 
@@ -289,7 +289,7 @@ class PackedExecutor:
         """Implements `Executor.temporary_bytes`."""
         spec = self._specs.step_spec(self._specs.token_buckets[-1])
         of_drafts = 0 if self._drafts is None else self._drafts.temporary_bytes()
-        of_tokens = self._step.temporary_bytes(
+        of_tokens = self._packed_function.temporary_bytes(
             self._weights,
             self.cache.pools,
             to_device(np.zeros(self._num_slots), np.int32),
@@ -301,12 +301,14 @@ class PackedExecutor:
     def abstract_steps(self, prefill_lens: Sequence[int]) -> Iterator[AbstractStep]:
         """Yields the steps of `Executor.abstract_steps`; a prefill step has no padding."""
         num_slots = self._num_slots
-        steps: list[Any] = [(self._specs.step_spec(num_slots, is_decode=True), self._run, self.cache.pools)]
+        steps: list[Any] = [(self._specs.step_spec(num_slots, is_decode=True), self._packed_step, self.cache.pools)]
         if self._drafts is not None:
             spec, forward, pools = self._drafts.largest(functools.partial(abstract_ints, self._program.sharding))
             steps.append((spec, functools.partial(all_logits, forward), pools))
         num_decode = len(steps)
-        steps += [(self._specs.step_spec(num_tokens), self._run, self.cache.pools) for num_tokens in prefill_lens]
+        steps += [
+            (self._specs.step_spec(num_tokens), self._packed_step, self.cache.pools) for num_tokens in prefill_lens
+        ]
         for index, (spec, run, pools) in enumerate(steps):
             sizes = num_slots, len(self._adapters.empty(spec.size))
             ints = [abstract_ints(self._program.sharding, size) for size in sizes]
@@ -331,7 +333,7 @@ class PackedExecutor:
 
     def prepare(self, plan: StepPlan) -> None:
         """Implements `Executor.prepare`: the decode steps of the plan's requests."""
-        self._steps.expect(self._decode_specs(plan.rows)[:1])
+        self._step_programs.expect(self._decode_specs(plan.rows)[:1])
 
     def _decode_specs(self, rows: Sequence[PlanRow]) -> list[PackedDecodeSpec | PackedStepSpec]:
         """Returns the specs of steps that can decode `rows`, decode steps first."""
@@ -350,10 +352,10 @@ class PackedExecutor:
         if isinstance(spec, PackedStepSpec):
             scored = (np.zeros(spec.num_tokens, np.int32), np.bool_(False)) if spec.layout.all_logits else None
             media = None if spec.media is None else spec.media.shapes(spec.num_tokens)
-            return StepCall(self._step, (self.cache.pools, tokens, numbers, *optional_args(scored, media)))
+            return StepCall(self._packed_function, (self.cache.pools, tokens, numbers, *optional_args(scored, media)))
         idle = SlotParams(self._num_slots, 1).rows((), spec.packed.num_rows)[0]
         options = jax.tree.map(lambda x: placed(x.shape, x.dtype), idle)
-        return StepCall(self._decode_steps, (self.cache.pools, SamplerState(tokens), options, numbers))
+        return StepCall(self._decode_function, (self.cache.pools, SamplerState(tokens), options, numbers))
 
     def compile_tasks(self, sampler: Sampler) -> Iterator[CompileTask]:
         """Implements `Executor.compile_tasks`; the sampler's programs follow the first step."""
@@ -361,7 +363,7 @@ class PackedExecutor:
             return
         has_sampling = False
         for spec in self._specs.all():
-            task = self._steps.task(spec)
+            task = self._step_programs.task(spec)
             if not has_sampling and isinstance(spec, PackedStepSpec) and not spec.layout.all_logits:
                 has_sampling, task = True, task.then(lambda program: sampler.compile_tasks(program.out_info[0]))
             yield task

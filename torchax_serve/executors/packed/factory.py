@@ -47,7 +47,7 @@ def packed_executor(runtime: ModelRuntime, sizes: MemoryBudget) -> ExecutorChoic
         NotPackableError: the model's code does not support packed sequences, or not with these options.
         OutOfMemoryError: the cache does not fit.
     """
-    programs = runtime.steps.executables
+    executables = runtime.steps.executables
     shapes, recurrent = layers_of(runtime, sizes)
     scales = None
     if sizes.kv_cache_dtype is not None:
@@ -66,7 +66,7 @@ def packed_executor(runtime: ModelRuntime, sizes: MemoryBudget) -> ExecutorChoic
 
     budget = sizes.choose_cache_bytes(
         usable_bytes(sizes, shapes, recurrent),
-        lambda: programs.memoize("temporary", f"{sizes}{lora_form(runtime)}", temporary),
+        lambda: executables.memoize("temporary", f"{sizes}{lora_form(runtime)}", temporary),
     )
     return ExecutorChoice(_model(runtime, new(*sized_cache(sizes, shapes, recurrent, budget)), sizes, draft))
 
@@ -104,13 +104,13 @@ def layers_of(runtime: ModelRuntime, sizes: MemoryBudget) -> tuple[tuple[PagedLa
     Raises:
         NotPackableError: the model's code does not support packed sequences, or not with these options.
     """
-    programs = runtime.steps.executables
+    executables = runtime.steps.executables
     described = f"{sizes.page_size} {sizes.max_model_len} {lora_form(runtime)}"
-    found = programs.memoize("packed shapes", described, lambda: shapes_or_reason(runtime.with_module(), sizes))
+    found = executables.memoize("packed shapes", described, lambda: shapes_or_reason(runtime.with_module(), sizes))
     if found != RECURRENT and not isinstance(found, str):
         return found, None
     if found == RECURRENT:
-        found = programs.memoize(
+        found = executables.memoize(
             "recurrent layers", described, lambda: recurrent_or_reason(runtime.with_module(), sizes)
         )
         if not isinstance(found, str) and not found[0] and sizes.kv_cache_dtype is not None:
@@ -141,15 +141,15 @@ def _cache(
 
 
 def _allocator(runtime: ModelRuntime, *, begins_small: bool, has_states: bool = False) -> PoolAllocator:
-    sharding, programs = runtime.program.sharding, runtime.steps.executables
+    sharding, executables = runtime.program.sharding, runtime.steps.executables
     if sharding is None:
         return PoolAllocator(begins_small=begins_small)
-    if programs.launcher is None:
+    if executables.launcher is None:
         of_states = (sharding.state_sharding, sharding.recurrent_sharding) if has_states else ()
         return PoolAllocator(sharding.pool_sharding, *of_states)
     from torchax_serve.kv_cache.multihost_pools import MultiHostPoolAllocator  # imports transformers
 
-    return MultiHostPoolAllocator(programs, sharding)
+    return MultiHostPoolAllocator(executables, sharding)
 
 
 def _in_8_bits(
@@ -189,20 +189,20 @@ def _in_8_bits(
 def _model(
     runtime: ModelRuntime, cache: PagedCache, sizes: MemoryBudget, draft: DraftModel | DraftHead | None
 ) -> PackedExecutor:
-    programs = runtime.steps.executables
+    executables = runtime.steps.executables
     slots, budget = sizes.max_num_seqs, sizes.max_num_batched_tokens
     return PackedExecutor(
         runtime.program,
         step_weights(runtime),
         cache,
-        programs,
+        executables,
         num_slots=slots,
         token_budget=budget,
         max_num_steps=sizes.max_num_steps,
         batch_invariant=sizes.batch_invariant,
         speculative=sizes.speculative,
         draft=draft,
-        buckets=None if programs.exported is None else programs.exported.memoized("step buckets"),
+        buckets=None if executables.exported is None else executables.exported.memoized("step buckets"),
         lora=lora_form(runtime),
         num_top=sizes.num_top,
     )

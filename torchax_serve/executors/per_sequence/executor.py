@@ -61,7 +61,7 @@ class PerSequenceExecutor:
         forward: Forward of one request.
         weights: Weights by name.
         cache: Page pools and states, replaced by each step.
-        programs: Cache of compiled steps.
+        executables: Cache of compiled steps.
         layout: What a request stores in pages and in states.
         num_slots: Maximum number of rows of a step.
         chunk_sizes: Lengths of prefill chunks, descending.
@@ -83,7 +83,7 @@ class PerSequenceExecutor:
         forward: SequenceForward,
         weights: Weights,
         cache: PagedCacheWithStates,
-        programs: ExecutableCache,
+        executables: ExecutableCache,
         layout: CacheLayout,
         *,
         num_slots: int,
@@ -121,9 +121,9 @@ class PerSequenceExecutor:
         self._adapters = SlotAdapters(num_slots, lora)
         self._media = MediaSlots(num_slots)
         self._splitter = StepSplitter(self.shapes, num_slots, sources, self._media)
-        self._compiles_ahead = programs.background is not None
+        self._compiles_ahead = executables.background is not None
         facts = forward.program
-        compiled = partial(CachedFunction, programs, facts=facts.trace_facts, restore_facts=facts.restore_facts)
+        compiled = partial(CachedFunction, executables, facts=facts.trace_facts, restore_facts=facts.restore_facts)
         head = draft if isinstance(draft, DraftHead) else None
         self._weights: Any = weights if head is None else head.loaded.with_model(weights)
         self._run = SequenceStep(forward, layout, self._adapters, head, cache.plan.max_len)
@@ -132,7 +132,7 @@ class PerSequenceExecutor:
         if speculative is not None:
             self._drafts = SequenceDrafts(
                 speculative,
-                *(forward, layout, block_len, self._weights, cache, programs, compiled, self.shapes),
+                *(forward, layout, block_len, self._weights, cache, executables, compiled, self.shapes),
                 constrained=self._run.with_sharding,
                 num_slots=num_slots,
                 adapters=self._adapters,

@@ -70,13 +70,13 @@ def _executor_of(runtime: ModelRuntime, sizes: MemoryBudget, why_not_packed: str
 
     Raises as `per_sequence_executor`.
     """
-    programs = runtime.steps.executables
-    if programs.launcher is not None:
+    executables = runtime.steps.executables
+    if executables.launcher is not None:
         refuse_drafts(sizes.speculative, "a model that runs per-sequence on several hosts")
         _check_several_hosts(runtime, sizes, why_not_packed)
     try:
         forward = SequenceForward(runtime)
-        layout = programs.memoize("per-sequence layout", "", forward.layout)
+        layout = executables.memoize("per-sequence layout", "", forward.layout)
         sources: EncoderInputs | None = None
         if sizes.source_len is not None:
             sources, layout = (
@@ -110,7 +110,7 @@ def _executor_of(runtime: ModelRuntime, sizes: MemoryBudget, why_not_packed: str
                 exact = dataclasses.replace(exact, sizes=dataclasses.replace(sizes, max_num_seqs=1))
         cache = parts.cache()
         make = functools.cache(functools.partial(parts.model, cache))
-        block_len = programs.memoize("per-sequence trial", f"{sizes}", lambda: exact.block_len(cache, make))
+        block_len = executables.memoize("per-sequence trial", f"{sizes}", lambda: exact.block_len(cache, make))
     except UnsupportedModelError as reason:
         raise UnsupportedModelError(
             f"requests of this model cannot be batched. Packed: {why_not_packed}. Each by itself: {reason}"
@@ -222,9 +222,9 @@ class PerSequenceFactory:
         sharding = self.runtime.program.sharding
         if sharding is None:
             return PoolAllocator(begins_small=self.sizes.max_num_seqs == 1)
-        programs = self.runtime.steps.executables
-        if programs.launcher is not None:
-            return MultiHostPoolAllocator(programs, sharding)
+        executables = self.runtime.steps.executables
+        if executables.launcher is not None:
+            return MultiHostPoolAllocator(executables, sharding)
         return PoolAllocator(sharding.pool_sharding, sharding.state_sharding)
 
     def model(self, cache: PagedCacheWithStates, block_len: int) -> PerSequenceExecutor:

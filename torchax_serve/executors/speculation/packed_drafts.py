@@ -46,7 +46,7 @@ class PackedDrafts:
         forward: Forward of a packed step, and of the draft head behind it.
         weights: Weights by name, or those of model and head.
         cache: Pools, replaced by each step.
-        programs: Cache of compiled steps.
+        executables: Cache of compiled steps.
         compiled: Makes a cached function of the model.
         specs: Sizes of the executor's steps.
         forward_model: The same of the model alone, which returns the hidden states of some layers, too.
@@ -61,7 +61,7 @@ class PackedDrafts:
         forward: Forward,
         weights: Any,
         cache: PagedCache,
-        programs: ExecutableCache,
+        executables: ExecutableCache,
         compiled: Callable[..., CachedFunction],
         specs: PackedSpecs,
         forward_model: Callable[..., Any],
@@ -81,7 +81,7 @@ class PackedDrafts:
             config,
             self._verify,
             weights,
-            programs,
+            executables,
             compiled,
             specs,
             pools=self._pools,

@@ -97,7 +97,7 @@ class SequenceDrafts:
         block_len: Most tokens of one forward.
         weights: Weights by name, or those of model and head.
         cache: Page pools and states, replaced by each step.
-        programs: Cache of compiled steps.
+        executables: Cache of compiled steps.
         compiled: Makes a cached function of the model.
         shapes: Sizes of the executor's steps.
         constrained: Constrains pools and states to the cache's sharding.
@@ -114,7 +114,7 @@ class SequenceDrafts:
         block_len: int,
         weights: Any,
         cache: PagedCacheWithStates,
-        programs: ExecutableCache,
+        executables: ExecutableCache,
         compiled: Callable[..., CachedFunction],
         shapes: PerSequenceBuckets,
         *,
@@ -145,7 +145,7 @@ class SequenceDrafts:
             config,
             self._verify,
             weights,
-            programs,
+            executables,
             compiled,
             self._specs,
             pools=lambda: (self._memory, *cache.pools[self._num_pools :]),

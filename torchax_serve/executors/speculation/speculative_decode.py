@@ -17,13 +17,13 @@ from model_adapters.ops.compressed_weight import Weights
 from torchax_serve.compilation.background import CompileTask
 from torchax_serve.compilation.executable_cache import CachedFunction, ExecutableCache
 from torchax_serve.executors.base import MakeBitmask
-from torchax_serve.executors.compiled_steps import CompiledSteps, StepCall
 from torchax_serve.executors.slot_adapters import SlotAdapters
 from torchax_serve.executors.speculation.draft_head import DraftHead
 from torchax_serve.executors.speculation.draft_model import DraftCache, DraftModel, Pick, kept
 from torchax_serve.executors.speculation.prompt_lookup import TokenHistory, accept, last_tokens
 from torchax_serve.executors.speculation.verified_tokens import VerifiedTokens, VerifyScores, replace_tokens
 from torchax_serve.executors.speculation.verify_steps import DraftSpecs, VerifyBatch, VerifySpec, VerifySteps
+from torchax_serve.executors.step_programs import StepCall, StepPrograms
 from torchax_serve.executors.traced_function import TracedFunction
 from torchax_serve.sampling.sample import choose, with_rows
 from torchax_serve.sampling.sampler import Sampler, SlotParams, default_sharding
@@ -46,7 +46,7 @@ class SpeculativeDecoder:
         config: Options of speculation.
         forward: Forward of a packed step.
         weights: Weights by name.
-        programs: Cache of compiled steps.
+        executables: Cache of compiled steps.
         compiled: Makes a cached function of the model.
         specs: Sizes of the executor's steps.
         pools: Returns the pages as they are now.
@@ -64,7 +64,7 @@ class SpeculativeDecoder:
         config: SpeculativeConfig,
         forward: Forward,
         weights: Weights,
-        programs: ExecutableCache,
+        executables: ExecutableCache,
         compiled: Callable[..., CachedFunction],
         specs: DraftSpecs,
         *,
@@ -81,7 +81,7 @@ class SpeculativeDecoder:
             "verify_steps", self._verify, donate={"pools": 1, "state": 2, "history": 3, "draft_cache": 4}
         )
         self._replace = compiled("replace_tokens", _replace, donate={"history": 0, "results": 1}, is_pure=True)
-        self._steps: CompiledSteps[VerifySpec] = CompiledSteps(weights, programs, self._call_of)
+        self._step_programs: StepPrograms[VerifySpec] = StepPrograms(weights, executables, self._call_of)
         self.history: TokenHistory | None = None
         self._head = draft if isinstance(draft, DraftHead) else None
         self._constrain_pools = (
@@ -134,7 +134,7 @@ class SpeculativeDecoder:
         assert self.history is not None
         weights = None if self._draft is None else self._draft.weights
         args = (self._pools(), sampler.take_state("sampled"), self.history, options, numbers, weights, self._cache)
-        program = self._steps.get(spec, StepCall(self._function, args))
+        program = self._step_programs.get(spec, StepCall(self._function, args))
         results, pools, state, self.history, self._cache = program(self._weights, *args)
         sampler.set_state(state)
         return results, pools
@@ -306,7 +306,7 @@ class SpeculativeDecoder:
         """Returns the temporary bytes of the largest step, which has the logits of all its tokens."""
         spec = self.spec(self._decode_buckets[-1], self._max_len)
         function, args = self._call_of(spec)
-        if not self._steps.compiles_ahead:  # several hosts, which are sent arrays
+        if not self._step_programs.compiles_ahead:  # several hosts, which are sent arrays
             args = jax.tree.map(_as_array, args)
         return function.temporary_bytes(self._weights, *args, spec=spec)
 
@@ -314,7 +314,7 @@ class SpeculativeDecoder:
         """Yields every program that traffic can meet."""
         for is_scored in (False, True):
             for size, end in itertools.product(self._decode_buckets, self._specs.draft_ends):
-                yield self._steps.task(self.spec(size, end, is_scored))
+                yield self._step_programs.task(self.spec(size, end, is_scored))
         for size in self._decode_buckets:
             _, history, *_ = self._call_of(self.spec(size, self._max_len)).args[1:]
             compile = functools.partial(self._replace.compiled, {}, history, *self._replaced(size), spec=None)

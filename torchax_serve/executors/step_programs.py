@@ -23,7 +23,7 @@ class StepCall(NamedTuple):
     args: tuple[Any, ...]
 
 
-class CompiledSteps(Generic[Spec]):
+class StepPrograms(Generic[Spec]):
     """Programs by spec, which determines the shapes of all arguments.
 
     Args:
