@@ -220,25 +220,25 @@ def torchax_attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     attention_mask = getattr(attention_mask, "visible", attention_mask)
     causal_mask: CausalMask | None = getattr(attention_mask, "causal_mask", None)
+    # From here on as in `AttentionArgs`: what transformers calls s_aux are `sinks`, what it calls sinks `token_sinks`.
+    features = {"scale": scale, "softcap": softcap, "sinks": s_aux, "alibi_slopes": alibi_slopes, "token_sinks": sinks}
     pages: LatentWrite | PagedWrite | None = getattr(key, "latent_write", None) or getattr(key, "paged_write", None)
     if pages is not None:
-        features = {"scale": scale, "softcap": softcap, "sinks": s_aux, "alibi": alibi_slopes, "token_sinks": sinks}
         return _on_pages(query, key, value, pages, attention_mask, position_bias, features), None
     if isinstance(position_bias, tuple) or sinks is not None:
         raise NotPackableError("sinks of each query, or biases by distance, outside of a packed step")
-    alibi = None if alibi_slopes is None else jax_view(alibi_slopes).astype(jnp.float32)
-    of_heads, mask, bias = (None if x is None else jax_view(x) for x in (s_aux, attention_mask, position_bias))
+    slopes = None if alibi_slopes is None else jax_view(alibi_slopes).astype(jnp.float32)
+    head_sinks, mask, bias = (None if x is None else jax_view(x) for x in (s_aux, attention_mask, position_bias))
+    args = AttentionArgs(scale, None, softcap, head_sinks, slopes)
     q, write = jax_view(query), _cache_write(key, value)
     out: Any = None
-    if softcap is None and of_heads is None and alibi is None:
+    if softcap is None and head_sinks is None and slopes is None:
         out = _attend_to_source(query, key, value, mask, bias, scale)
     if out is None and causal_mask is not None and write is not None and _is_decode(q, write, bias, softcap):
-        biases = _by_position(bias, q)
-        args = AttentionArgs(scale, causal_mask.window, softcap, of_heads, alibi, position_biases=biases)
+        args = dataclasses.replace(args, window=causal_mask.window, position_biases=_by_position(bias, q))
         out = _decode(q, write, causal_mask.starts, args)
     elif out is None:
         hides = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        args = AttentionArgs(scale, None, softcap, of_heads, alibi)
         out = _attend_densely(q, jax_view(key), jax_view(value), mask, bias, causal_mask, args, hides_later=hides)
     return torch_view(jnp.swapaxes(out, 1, 2)), None
 
@@ -324,16 +324,16 @@ def _on_pages(
     value: torch.Tensor,
     write: LatentWrite | PagedWrite,
     mask: Any,
-    biases: Any,
+    distance_biases: Any,
     features: dict[str, Any],
 ) -> torch.Tensor:
     """Runs attention of a packed step on the pages of `key`, or of its latents."""
     causal: CausalMask | None = getattr(mask, "causal_mask", None)
     chunk: int | None = getattr(mask, "attention_chunk_size", None)
     is_causal = chunk is not None or (causal is not None and causal.starts is None)
-    if not is_causal or not isinstance(biases, tuple | None):
+    if not is_causal or not isinstance(distance_biases, tuple | None):
         raise NotPackableError("attention with a mask that is more than causal")
-    features |= {"taken": getattr(mask, "taken", None), "distance_biases": biases, "chunk": chunk}
+    features |= {"taken": getattr(mask, "taken", None), "distance_biases": distance_biases, "chunk": chunk}
     window = chunk if causal is None else causal.window
     if value is not write.values:
         raise NotPackableError("attention over changed values")

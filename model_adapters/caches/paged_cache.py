@@ -164,7 +164,7 @@ def attend_paged(
     scale: float,
     softcap: float | None,
     sinks: torch.Tensor | None,
-    alibi: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
     distance_biases: tuple[torch.Tensor, torch.Tensor] | None = None,
     token_sinks: torch.Tensor | None = None,
     value_begin: int | None = None,
@@ -173,10 +173,10 @@ def attend_paged(
 ) -> torch.Tensor:
     """Runs the op for `query` [1, heads, T, dim]; returns [1, T, heads, v_dim].
 
-    The new pool is stored in the layer of `write`. `window` is that of the model's mask; `alibi` float32[heads] are
-    slopes; `distance_biases` are weights [1, T, heads, R] and profiles [R, E]; `token_sinks` [1, heads, T, 1] are of
-    each query; `value_begin` is the column of a key at which its value begins, if pages have no values beside the keys;
-    `taken` are the tokens that an indexer has taken; in chunks of `chunk` tokens none sees those of another chunk.
+    The new pool is stored in the layer of `write`. `window` is that of the model's mask; `alibi_slopes` are
+    float32[heads]; `distance_biases` are weights [1, T, heads, R] and profiles [R, E]; `token_sinks` [1, heads, T, 1]
+    are of each query; `value_begin` is the column of a key at which its value begins, if pages have no values beside
+    the keys; `taken` are the tokens that an indexer has taken; in chunks of `chunk` tokens none sees those of another.
     """
     layer = write.layer
     reach = layer.layout.max_len if window is None else window
@@ -187,19 +187,20 @@ def attend_paged(
     # Turned before the batch of one is dropped: XLA does not see through a reshape that two turns are none.
     q, k, v = (x.transpose(1, 2)[0] for x in (query, key, write.values))  # [T, heads, dim]
     media = None if layer.is_causal else layer.batch.media
+    sees_until = None if media is None else media.sees_until
     if taken is not None and taken.tokens is not None:
-        if not alibi is distance_biases is token_sinks is None or (media is not None and media.sees_until is not None):
+        if any(each is not None for each in (alibi_slopes, distance_biases, token_sinks, sees_until)):
             raise NotPackableError("an indexer takes tokens of a layer whose scores depend on more than causality")
         args = _sparse_args(layer, scale, softcap, sinks, value_begin)
         arrays = *map(jax_view, (q, k, v, layer.pages)), layer.rows, taken.tokens, args
         out, layer.pages = map(torch_view, sparse_attention(*arrays))
         return out[None]
     if chunk is not None:
-        if distance_biases is not None or (media is not None and media.sees_until is not None):
+        if distance_biases is not None or sees_until is not None:
             raise NotPackableError("attention in chunks whose scores depend on more than causality")
         window = None  # that of a chunk is no shorter than the chunk
     table, lens, starts = map(torch_view, _attended_rows(layer, chunk, q.shape[0]))
-    features = {"scale": scale, "window": window, "softcap": softcap, "alibi": alibi, **layer.scales}
+    features = {"scale": scale, "window": window, "softcap": softcap, "alibi_slopes": alibi_slopes, **layer.scales}
     features["value_begin"] = value_begin
     if distance_biases is not None:
         features["distance_weights"], features["distance_profiles"] = distance_biases[0][0], distance_biases[1]
@@ -210,8 +211,8 @@ def attend_paged(
         out, layer.pages = op(q, k, v, layer.pages, table, lens, sinks, **features)
     else:
         op = torch.ops.torchax_serve.paged_attention
-        if media is not None and media.sees_until is not None:
-            features["sees_until"] = torch_view(media.sees_until)
+        if sees_until is not None:
+            features["sees_until"] = torch_view(sees_until)
         out, layer.pages = op(q, k, v, layer.pages, table, lens, starts, sinks, **features)
     return out[None]
 

@@ -19,7 +19,7 @@ from model_adapters.once import once
 from model_adapters.ops.attention_args import AttentionArgs, DistanceBiases, KVScales
 
 _FEATURES = (
-    "*, float scale, int? window=None, float? softcap=None, Tensor? alibi=None, Tensor? k_scale=None, "
+    "*, float scale, int? window=None, float? softcap=None, Tensor? alibi_slopes=None, Tensor? k_scale=None, "
     "Tensor? v_scale=None, int? value_begin=None, Tensor? distance_weights=None, Tensor? distance_profiles=None, "
     "Tensor? token_sinks=None"
 )
@@ -38,7 +38,7 @@ def _args_of(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
-    alibi: jax.Array | None = None,
+    alibi_slopes: jax.Array | None = None,
     prefix_lens: jax.Array | None = None,
     k_scale: jax.Array | None = None,
     v_scale: jax.Array | None = None,
@@ -60,7 +60,7 @@ def _args_of(
         window,
         softcap,
         sinks,
-        alibi,
+        alibi_slopes,
         prefix_lens=prefix_lens,
         kv_scales=kv_scales,
         sees_until=sees_until,

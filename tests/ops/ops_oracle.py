@@ -25,10 +25,10 @@ def softmax(scores, sink=None):
     return (weights / weights.sum())[: len(scores)]
 
 
-def attention_args(sinks=None, *, alibi=None, k_scale=None, v_scale=None, **options):
+def attention_args(sinks=None, *, k_scale=None, v_scale=None, **options):
     """`AttentionArgs` of flat arguments, as the torch operators have them."""
     kv_scales = None if k_scale is None else KVScales(k_scale, v_scale)
-    return AttentionArgs(sinks=sinks, alibi_slopes=alibi, kv_scales=kv_scales, **options)
+    return AttentionArgs(sinks=sinks, kv_scales=kv_scales, **options)
 
 
 @dataclass

@@ -90,7 +90,7 @@ def paged_case(
         pool = jnp.asarray(np.where(written[:, None, :, None], held, np.nan), pool_dtype or dtype)
     options = {"scale": dim**-0.5, "window": window, "softcap": softcap, "value_begin": value_begin}
     if alibi:
-        options["alibi"] = jnp.asarray(2.0 ** -rng.uniform(0, 8, heads * group), jnp.float32)
+        options["alibi_slopes"] = jnp.asarray(2.0 ** -rng.uniform(0, 8, heads * group), jnp.float32)
     if prefix_lens is not None:
         options["prefix_lens"] = jnp.asarray(prefix_lens, jnp.int32)
     if images is not None:
@@ -157,7 +157,7 @@ def exact_paged(case):
     q = np.asarray(case.q, np.float64)
     heads, page, dim = pool.shape[1], pool.shape[2], q.shape[2]
     group, value_dim = q.shape[1] // heads, case.v.shape[2]
-    softcap, alibi = case.options.get("softcap"), case.options.get("alibi")
+    softcap, alibi = case.options.get("softcap"), case.options.get("alibi_slopes")
     biases = case.options.get("distance_biases")
     out = np.zeros((*q.shape[:2], value_dim))
     for s, row in enumerate(np.asarray(case.page_table)):

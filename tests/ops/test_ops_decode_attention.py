@@ -119,7 +119,7 @@ def test_int8_pools(implementation, dtype):
 def test_alibi(implementation):
     case = decode_case(batch=4, group=3, starts=True, window=20)
     slopes = np.float32(2.0) ** -np.arange(1, 7, dtype=np.float32)
-    case.options["alibi"] = jnp.asarray(slopes)
+    case.options["alibi_slopes"] = jnp.asarray(slopes)
     with use("decode_attention", implementation):
         out, _ = decode_attention(*case.args)
     # The bias as one more dimension: the position of a key times the slope of a query head.
@@ -263,8 +263,11 @@ def test_a_pool_that_is_not_donated_keeps_its_values():
         ({"sinks": jnp.zeros((2,))}, r"sinks of shape \(4,\), got \(2,\)"),
         ({"options": {"scale": 1.0, "window": 0}}, "a window of at least 1 or None, got 0"),
         ({"options": {"scale": 1.0, "softcap": -1.0}}, "a positive softcap or None, got -1.0"),
-        ({"options": {"scale": 1.0, "softcap": 1.0, "alibi": jnp.zeros(4)}}, "softcap or alibi_slopes, got both"),
-        ({"options": {"scale": 1.0, "alibi": jnp.zeros(2)}}, r"alibi_slopes of shape \(4,\), got \(2,\)"),
+        (
+            {"options": {"scale": 1.0, "softcap": 1.0, "alibi_slopes": jnp.zeros(4)}},
+            "softcap or alibi_slopes, got both",
+        ),
+        ({"options": {"scale": 1.0, "alibi_slopes": jnp.zeros(2)}}, r"alibi_slopes of shape \(4,\), got \(2,\)"),
         (
             {"options": {"scale": 1.0, "k_scale": jnp.zeros(2), "v_scale": jnp.zeros(2)}},
             "kv_scales with a pool of int8 or float8_e4m3fn and",

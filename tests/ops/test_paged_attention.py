@@ -322,8 +322,8 @@ REFUSED = [
     ({"sinks": jnp.zeros((2,))}, r"sinks of shape \(4,\), got \(2,\)"),
     ({"options": {"scale": 1.0, "window": 0}}, "a window of at least 1 or None, got 0"),
     ({"options": {"scale": 1.0, "softcap": -1.0}}, "a positive softcap or None, got -1.0"),
-    ({"options": {"scale": 1.0, "alibi": jnp.zeros(2)}}, r"alibi_slopes of shape \(4,\), got \(2,\)"),
-    ({"options": {"scale": 1.0, "alibi": jnp.zeros(4), "softcap": 1.0}}, "softcap or alibi_slopes, got both"),
+    ({"options": {"scale": 1.0, "alibi_slopes": jnp.zeros(2)}}, r"alibi_slopes of shape \(4,\), got \(2,\)"),
+    ({"options": {"scale": 1.0, "alibi_slopes": jnp.zeros(4), "softcap": 1.0}}, "softcap or alibi_slopes, got both"),
     ({"options": {"scale": 1.0, "prefix_lens": jnp.zeros(3, jnp.int32)}}, r"prefix_lens of shape \(4,\), got \(3,\)"),
     ({"options": {"scale": 1.0, **SCALES}}, "kv_scales with a pool of int8 or float8_e4m3fn and with no other"),
     (
