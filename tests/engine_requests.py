@@ -8,4 +8,4 @@ from torchax_serve.scheduler import Request
 def engine_request(prompt_ids, config, given=None, *, seed=None, source_ids=(), encoded=None, **more):
     """A request for a continuation; an encoder's input is token ids or its output."""
     params = RequestParams.of_generation_config(config, given or NO_PARAMS, seed=seed)
-    return Request.of(prompt_ids, params, source=tuple(source_ids) if encoded is None else encoded, **more)
+    return Request.of(prompt_ids, params, request_input=tuple(source_ids) if encoded is None else encoded, **more)

@@ -28,7 +28,7 @@ class EagerModel:
         self.closed = False
 
     def submit_prompt(self, request, fork_of=None):
-        assert request.inputs is None
+        assert request.generate_inputs is None
         return IteratorHandle(request, self.new_tokens(request))
 
     def new_tokens(self, request):

@@ -269,7 +269,7 @@ class ModelRunner:
 
     def validate(self, name: str, request: Request) -> None:
         """Raises InvalidArgumentError, naming `name`, if the executor does not accept `request`."""
-        self._executor.check(name, request.input)
+        self._executor.check(name, request.request_input)
 
     def compile_tasks(self) -> Iterator[CompileTask]:
         """Yields the programs that mixed traffic can meet; any threads may compile them."""
@@ -317,7 +317,7 @@ class ModelRunner:
         for slot in plan.fresh_slots:
             own = requests[slot]
             self._sampler.assign_slot(slot, own.params, own.prompt_ids, outputs[slot], own.max_new_tokens)
-            self._executor.assign(slot, own.input, own.adapter_id)
+            self._executor.assign(slot, own.request_input, own.adapter_id)
         if plan.prefill_rows:
             self._executor.prepare(plan)
         step = InFlightStep(plan, weights_version=self.weights_version)

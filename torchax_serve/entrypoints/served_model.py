@@ -296,7 +296,7 @@ class ServedModel(LiveAdapters):
         """
         self._check_generates()
         params, parent = request.params, None if fork_of is None else fork_of.request_id
-        if request.inputs is None and (engine := self._engine_of_text(request)) is not None:
+        if request.generate_inputs is None and (engine := self._engine_of_text(request)) is not None:
             if params.seed is None and params.config.do_sample and "torch" in sys.modules:
                 from torchax_serve.generation.call_limits import drawn_seed
 

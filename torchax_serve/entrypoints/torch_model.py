@@ -147,8 +147,8 @@ class TorchModel:
             engine: Returns the engine, or raises UnsupportedModelError.
         """
         model, params = self.generator, request.params
-        if request.inputs is not None:
-            found = media_request(model, engine, request.inputs, params.config, params.given, params.seed)
+        if request.generate_inputs is not None:
+            found = media_request(model, engine, request.generate_inputs, params.config, params.given, params.seed)
             return Route(Path.PREPARED, found) if isinstance(found, str) else found
         capabilities = ModelCapabilities.of(model._jax_runtime)
         call = prompt_call(model, request.prompt_ids, params.config, lambda: EngineFacts.of_engine(engine))
@@ -161,7 +161,7 @@ class TorchModel:
 
     def single_request(self, request: Request, chosen: Route) -> Request:
         """Returns a request that brings its own steps to the engine of single requests."""
-        inputs: Mapping[str, Any] | None = request.inputs
+        inputs: Mapping[str, Any] | None = request.generate_inputs
         if inputs is None:
             inputs = {"input_ids": torch.tensor([list(request.prompt_ids)], dtype=torch.long)}
         params = request.params

@@ -132,10 +132,10 @@ class Executor(Protocol):
     def num_substitutes(self) -> int:
         """Number of dispatches by a larger program than needed."""
 
-    def check(self, name: str, source: RequestInput) -> None:
-        """Raises InvalidArgumentError, naming `name`, if the model cannot take `source`."""
+    def check(self, name: str, request_input: RequestInput) -> None:
+        """Raises InvalidArgumentError, naming `name`, if the model cannot take `request_input`."""
 
-    def assign(self, slot: int, source: RequestInput, adapter_id: int = 0) -> None:
+    def assign(self, slot: int, request_input: RequestInput, adapter_id: int = 0) -> None:
         """Assigns `slot` to a request with this input and adapter, before its first step."""
 
     def run(
@@ -264,7 +264,7 @@ def abstract_ints(sharding: ModelSharding | None, *shape: int) -> Any:
     return jax.ShapeDtypeStruct(shape, np.int32, sharding=None if sharding is None else sharding.replicated())
 
 
-def refuse_encoder_input(name: str, source: RequestInput) -> None:
+def refuse_encoder_input(name: str, request_input: RequestInput) -> None:
     """Raises InvalidArgumentError, naming `name`, for any input of an encoder."""
-    if not (isinstance(source, tuple) and not source):
+    if not (isinstance(request_input, tuple) and not request_input):
         raise InvalidArgumentError(f"{name}: expected no input of an encoder, which this model has not, got one")

@@ -49,10 +49,10 @@ class EncoderInputs(Protocol):
     def num_programs(self) -> int:
         """Compiled programs of the encoder."""
 
-    def check(self, name: str, source: RequestInput) -> None:
+    def check(self, name: str, request_input: RequestInput) -> None:
         """Raises InvalidArgumentError, naming `name`, for an input that the model cannot take."""
 
-    def assign(self, slot: int, source: RequestInput) -> None:
+    def assign(self, slot: int, request_input: RequestInput) -> None:
         """Assigns `slot` to a request with this input."""
 
     def length(self, slot: int) -> int:
@@ -167,21 +167,23 @@ class PrecomputedEncoderOutputs:
         shape = (1, max(self._shortest, min(8, self.max_len)), self._width)
         return np.random.default_rng(1).standard_normal(shape).astype(self._dtype)
 
-    def check(self, name: str, source: RequestInput) -> None:
+    def check(self, name: str, request_input: RequestInput) -> None:
         """Raises InvalidArgumentError, naming `name`, for anything but an output of the encoder."""
         lens = f"{self._shortest} to {self.max_len}" if self._shortest < self.max_len else f"{self.max_len}"
         wanted = f"{name}: expected the output [1, {lens}, {self._width}] of the encoder"
-        if not isinstance(source, np.ndarray):
-            given = f"{len(source)} token ids" if isinstance(source, tuple) else type(source).__name__
+        if not isinstance(request_input, np.ndarray):
+            given = type(request_input).__name__
+            if isinstance(request_input, tuple):
+                given = f"{len(request_input)} token ids"
             raise InvalidArgumentError(f"{wanted}, got {given}; call transcribe() or generate()")
-        fitting = min(max(source.shape[1], self._shortest), self.max_len) if source.ndim == 3 else 0
-        if source.shape != (1, fitting, self._width):
-            raise InvalidArgumentError(f"{wanted}, got {list(source.shape)}; call transcribe() or generate()")
+        fitting = min(max(request_input.shape[1], self._shortest), self.max_len) if request_input.ndim == 3 else 0
+        if request_input.shape != (1, fitting, self._width):
+            raise InvalidArgumentError(f"{wanted}, got {list(request_input.shape)}; call transcribe() or generate()")
 
-    def assign(self, slot: int, source: RequestInput) -> None:
+    def assign(self, slot: int, request_input: RequestInput) -> None:
         """Gives `slot` to a request with this output."""
-        assert isinstance(source, np.ndarray)
-        self._outputs[slot] = source
+        assert isinstance(request_input, np.ndarray)
+        self._outputs[slot] = request_input
 
     def length(self, slot: int) -> int:
         """Returns the length of the output in `slot`; 0 for an unused slot."""

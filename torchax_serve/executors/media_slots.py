@@ -49,56 +49,56 @@ class MediaSlots:
         num_slots: Number of slots.
 
     Attributes:
-        inputs: Images or audio by slot, of requests that have some.
+        by_slot: Images or audio by slot, of requests that have some.
         deltas: int32[num_slots], of a token behind the prompt, its position for rotary embeddings minus its position.
     """
 
     def __init__(self, num_slots: int) -> None:
-        self.inputs: dict[int, MediaInput] = {}
+        self.by_slot: dict[int, MediaInput] = {}
         self.deltas = np.zeros(num_slots, np.int32)
 
-    def assign(self, slot: int, source: RequestInput) -> None:
+    def assign(self, slot: int, request_input: RequestInput) -> None:
         """Assigns `slot` to a request with this input."""
-        self.inputs.pop(slot, None)
+        self.by_slot.pop(slot, None)
         self.deltas[slot] = 0
-        if isinstance(source, MediaInput):
-            self.inputs[slot] = source
-            self.deltas[slot] = source.delta
+        if isinstance(request_input, MediaInput):
+            self.by_slot[slot] = request_input
+            self.deltas[slot] = request_input.delta
 
     def has_deltas(self, rows: Sequence[PlanRow]) -> bool:
         """Returns whether a row's tokens have other positions for rotary embeddings."""
-        if not self.inputs or not self.deltas.any():
+        if not self.by_slot or not self.deltas.any():
             return False
         slots = rows.slots if isinstance(rows, DecodeBatch) else [row.slot for row in rows]
         return bool(self.deltas[slots].any())
 
     def with_token_ids(self, rows: Sequence[PlanRow]) -> Sequence[PlanRow]:
         """Returns `rows` with token ids in place of the ids by which media's pages are found."""
-        if not self.inputs or isinstance(rows, DecodeBatch):
+        if not self.by_slot or isinstance(rows, DecodeBatch):
             return rows
         return [self._with_token_ids(row) for row in rows]
 
     def _with_token_ids(self, row: PlanRow) -> PlanRow:
-        source = self.inputs.get(row.slot)
-        if source is None or row.token_ids is None:
+        media = self.by_slot.get(row.slot)
+        if media is None or row.token_ids is None:
             return row
-        ids = source.prompt_ids[row.context_len : row.context_len + row.num_tokens]
+        ids = media.prompt_ids[row.context_len : row.context_len + row.num_tokens]
         return row._replace(token_ids=(*ids, *row.token_ids[len(ids) :]))
 
     def has_prompts(self, rows: Sequence[PlanRow]) -> bool:
         """Returns whether `rows` have tokens of a prompt with media."""
-        return any(row.slot in self.inputs and row.token_ids is not None for row in rows) if self.inputs else False
+        return any(row.slot in self.by_slot and row.token_ids is not None for row in rows) if self.by_slot else False
 
     def spec_of(self, rows: Sequence[PlanRow]) -> MediaSpec | None:
         """Returns the static part of a step with `rows`; None if its tokens are as those of text."""
-        if not self.inputs or (isinstance(rows, DecodeBatch) and not self.has_deltas(rows)):
+        if not self.by_slot or (isinstance(rows, DecodeBatch) and not self.has_deltas(rows)):
             return None
-        given = [(self.inputs[row.slot], row) for row in rows if row.slot in self.inputs]
-        chunks = [(source, row) for source, row in given if row.context_len < len(source.prompt_ids)]
-        axes = max((1 for source, _ in given if source.delta), default=0)
-        axes = max((len(source.positions) for source, _ in chunks if source.positions is not None), default=axes)
-        ahead = any(source.sees_until is not None for source, _ in chunks)
-        if not (axes or ahead or any((source.index[_span(row)] >= 0).any() for source, row in chunks)):
+        given = [(self.by_slot[row.slot], row) for row in rows if row.slot in self.by_slot]
+        chunks = [(media, row) for media, row in given if row.context_len < len(media.prompt_ids)]
+        axes = max((1 for media, _ in given if media.delta), default=0)
+        axes = max((len(media.positions) for media, _ in chunks if media.positions is not None), default=axes)
+        ahead = any(media.sees_until is not None for media, _ in chunks)
+        if not (axes or ahead or any((media.index[_span(row)] >= 0).any() for media, row in chunks)):
             return None
         features = given[0][0].features
         return MediaSpec(axes, ahead, features.shape[1], str(features.dtype))
@@ -118,25 +118,25 @@ class MediaSlots:
         for row in rows:
             part, own = slice(begin, begin + row.num_tokens), np.arange(row.num_tokens) + row.context_len
             begin = part.stop
-            source = self.inputs.get(row.slot)
+            media = self.by_slot.get(row.slot)
             if found.positions is not None:
                 found.positions[:, part] = own + self.deltas[row.slot]
             if found.sees_until is not None:
                 found.sees_until[part] = own
-            if source is None or row.context_len >= len(source.prompt_ids):
+            if media is None or row.context_len >= len(media.prompt_ids):
                 continue
-            there, num = _span(row), len(source.index[_span(row)])
-            index = source.index[there]
+            there, num = _span(row), len(media.index[_span(row)])
+            index = media.index[there]
             is_feature = index >= 0
-            chosen = source.features[index[is_feature]]
+            chosen = media.features[index[is_feature]]
             found.features[num_features : num_features + len(chosen)] = chosen
             numbers = np.where(is_feature, np.cumsum(is_feature) - 1 + num_features, -1)
             found.index[part.start : part.start + num] = numbers
             num_features += len(chosen)
-            if found.positions is not None and source.positions is not None:
-                found.positions[:, part.start : part.start + num] = source.positions[:, there]
-            if found.sees_until is not None and source.sees_until is not None:
-                found.sees_until[part.start : part.start + num] = source.sees_until[there]
+            if found.positions is not None and media.positions is not None:
+                found.positions[:, part.start : part.start + num] = media.positions[:, there]
+            if found.sees_until is not None and media.sees_until is not None:
+                found.sees_until[part.start : part.start + num] = media.sees_until[there]
         _repeat_last(found, begin)
         return found
 

@@ -237,7 +237,7 @@ def _run(
         own = RequestParams.of_generation_config(config, params, seed=seed)
         if has_scores:
             own = dataclasses.replace(own, logprobs=0, scores_logprobs=True)
-        requests.append(Request.of(prompt, own, source=output, is_continuation=limits.has_begun))
+        requests.append(Request.of(prompt, own, request_input=output, is_continuation=limits.has_begun))
     handles = engine.submit_all(requests)
     with limits.cancelling(handles):
         rows = [read_tokens(handle, limits) for handle in handles]
@@ -308,7 +308,7 @@ def engine_request_for(
     start_ids = decoder_start_ids(config, params)
     if runtime.encoder is None or not runtime.encoder.runs_before_engine:
         own = RequestParams.of_generation_config(config, given, seed=seed)
-        return Request.of(start_ids, own, encoder_ids=prompt_ids, source=tuple(prompt_ids))
+        return Request.of(start_ids, own, encoder_ids=prompt_ids, request_input=tuple(prompt_ids))
     ids = torch.tensor([list(prompt_ids)], dtype=torch.long)
     request = prepared_call(model, {"input_ids": ids}, config)
     start = None if request is None else static_batch_start(runtime, request)
@@ -320,7 +320,7 @@ def engine_request_for(
     start_ids = request.input_ids[0].tolist()
     config = loop_options(request.config, request.stopping_criteria.max_length, len(start_ids))
     own = RequestParams.of_generation_config(config, given, seed=seed)
-    return Request.of(start_ids, own, encoder_ids=prompt_ids, source=outputs[0])
+    return Request.of(start_ids, own, encoder_ids=prompt_ids, request_input=outputs[0])
 
 
 def encoded_request(
@@ -366,4 +366,4 @@ def encoded_request(
     start_ids = call.input_ids[0].tolist()
     options = loop_options(call.config, max_len, len(start_ids))
     own = RequestParams.of_generation_config(options, params or NO_PARAMS, seed=seed)
-    return Request.of(start_ids, own, source=found[0])
+    return Request.of(start_ids, own, request_input=found[0])

@@ -90,7 +90,7 @@ def media_request(
     seed = drawn_seed(seed, do_sample=call.config.do_sample)
     options = loop_options(call.config, max_length, len(media.prompt_ids))
     own = RequestParams.of_generation_config(options, params or NO_PARAMS, seed=seed)
-    return Request.of(TokenIds(media.prompt_ids), own, source=media, page_ids=media.page_ids, spans=media.spans)
+    return Request.of(TokenIds(media.prompt_ids), own, request_input=media, page_ids=media.page_ids, spans=media.spans)
 
 
 def _span_reason(media: MediaInput, engine: Engine | DataParallelEngines) -> str | None:

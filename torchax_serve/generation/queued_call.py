@@ -38,7 +38,7 @@ def run_on_queue(engine: Engine, call: Callable[[GenerateWatch], T], limits: Cal
     params = limits.params()
     steps = CallSteps(call, params.timeout_s)
     own = RequestParams.of_generation_config(GenerationConfig(max_new_tokens=1), params, seed=0)
-    handle = engine.submit(Request.of((0,), own, steps=steps))
+    handle = engine.submit(Request.of((0,), own, request_input=steps))
     with limits.cancelling([handle]):
         try:
             handle.result()

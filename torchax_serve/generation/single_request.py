@@ -83,7 +83,7 @@ def single_request(
     prompt_ids = inputs["input_ids"][0].tolist() if "input_ids" in inputs else [0]
     greedy = GenerationConfig(max_new_tokens=UNLIMITED, eos_token_id=config.eos_token_id)
     own = RequestParams.of_generation_config(greedy, params or NO_PARAMS, seed=0)
-    return Request.of(prompt_ids, own, steps=steps)
+    return Request.of(prompt_ids, own, request_input=steps)
 
 
 def _forward_request(model: Any, call: SampleCall, params: SamplingParams | None, seed: int | None) -> Request | str:
@@ -102,7 +102,7 @@ def _forward_request(model: Any, call: SampleCall, params: SamplingParams | None
     config = loop_options(call.config, max_length, len(prompt_ids))
     steps = ForwardSteps(BatchForward(model._jax_runtime, call, start))
     own = RequestParams.of_generation_config(config, params or NO_PARAMS, seed=seed)
-    return Request.of(prompt_ids, own, steps=steps)
+    return Request.of(prompt_ids, own, request_input=steps)
 
 
 def _tokens_left_check(call: SampleCall, vocab_size: int) -> Callable[[Sequence[int]], None]:

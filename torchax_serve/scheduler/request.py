@@ -33,9 +33,10 @@ class Request:
         prompt_ids: Token ids; of an encoder-decoder model those that the decoder starts with.
         params: Its options.
         answer_index: Number of the answer among those to its prompt, from 0 on.
-        inputs: Tensors by argument of ``generate``, for a prompt with images or audio that is not prepared yet.
-        source: Input next to the token ids, as `torchax_serve.executors.request_input.RequestInput`.
-        steps: All steps of a request that runs by itself, with its images or audio; None: those of the engine.
+        generate_inputs: Tensors by argument of ``generate``, for a prompt with images or audio that is not prepared
+            yet; `request_input` is what is made of them.
+        request_input: What the executor gets next to the token ids, as
+            `torchax_serve.executors.request_input.RequestInput`.
         masks: `torchax_serve.sampling.token_masks.TokenMasks`: tokens that may be sampled, step by step; None: all.
             What may be sampled follows from all tokens before: one may be unread, not more.
         is_continuation: Whether it goes on with a call that an engine has taken before, such as the next window of long
@@ -66,9 +67,8 @@ class Request:
 
     params: RequestParams = GREEDY
     answer_index: int = 0
-    inputs: Mapping[str, Any] | None = dataclasses.field(default=None, repr=False)
-    source: Any = dataclasses.field(default=(), repr=False)
-    steps: Any = dataclasses.field(default=None, repr=False)
+    generate_inputs: Mapping[str, Any] | None = dataclasses.field(default=None, repr=False)
+    request_input: Any = dataclasses.field(default=(), repr=False)
     masks: Any = dataclasses.field(default=None, repr=False)
     adapter: Any = dataclasses.field(default=None, repr=False)
 
@@ -107,9 +107,9 @@ class Request:
         return self.prompt_ids if self.page_ids is None else self.page_ids
 
     @property
-    def input(self) -> Any:
-        """What the executor gets next to the tokens: `steps` or `source`."""
-        return self.source if self.steps is None else self.steps
+    def own_steps(self) -> Any:
+        """Steps of a request that runs by itself, its `request_input`; None: they are the engine's."""
+        return self.request_input if hasattr(self.request_input, "prefill") else None
 
     @property
     def adapter_id(self) -> int:
@@ -118,13 +118,13 @@ class Request:
 
     def cancel(self) -> None:
         """Ends a step of the request that blocks; called from any thread."""
-        if self.steps is not None:
-            self.steps.cancel()
+        if (steps := self.own_steps) is not None:
+            steps.cancel()
 
     def close(self) -> None:
         """Frees what only this request uses on the device."""
-        if self.steps is not None:
-            self.steps.close()
+        if (steps := self.own_steps) is not None:
+            steps.close()
         if self.adapter is not None:
             self.adapter.release()
 

@@ -138,7 +138,7 @@ def make_media_request(model: TextModel, inputs: Mapping[str, Any], params: Samp
     """
     given, most = given_or_default(params), DEFAULT_CHAT_MAX_NEW_TOKENS
     resolved = RequestParams.resolve(given, _with_turn_ends(model), max_new_tokens=most)
-    return Request.of(TokenIds(inputs["input_ids"][0].tolist()), resolved, inputs=inputs)
+    return Request.of(TokenIds(inputs["input_ids"][0].tolist()), resolved, generate_inputs=inputs)
 
 
 def given_or_default(params: SamplingParams | None) -> SamplingParams:
@@ -325,7 +325,7 @@ def tokens_request(
             )
     params = RequestParams.resolve(given, config, max_new_tokens=DEFAULT_MAX_NEW_TOKENS, seed=seed)
     params.config.stop_strings = config.stop_strings  # for ``generate``, which refuses them without a tokenizer
-    return Request.of(ids, params, inputs=inputs, masks=masks)
+    return Request.of(ids, params, generate_inputs=inputs, masks=masks)
 
 
 _turn_ends: weakref.WeakKeyDictionary[Any, tuple[Any, tuple[int, ...]]] = weakref.WeakKeyDictionary()

@@ -321,7 +321,7 @@ def submit_answer(model: TextModel, request: Request, first: Any = None) -> Any:
         request: The request.
         first: Handle of the first answer to its prompt; a later one shares its pages.
     """
-    shares_pages = request.answer_index and request.inputs is None
+    shares_pages = request.answer_index and request.generate_inputs is None
     return model.submit_prompt(request, first if shares_pages else None)
 
 

@@ -54,15 +54,15 @@ class SingleRequestExecutor:
         """As `Executor.runs_ahead`."""
         return self._steps is not None and self._steps.runs_ahead
 
-    def check(self, name: str, source: RequestInput) -> None:
+    def check(self, name: str, request_input: RequestInput) -> None:
         """Implements `Executor.check`."""
-        if isinstance(source, tuple | np.ndarray | MediaInput):
-            raise InvalidArgumentError(f"{name}: expected the steps of one request, got {type(source).__name__}")
+        if isinstance(request_input, tuple | np.ndarray | MediaInput):
+            raise InvalidArgumentError(f"{name}: expected the steps of one request, got {type(request_input).__name__}")
 
-    def assign(self, slot: int, source: RequestInput, adapter_id: int = 0) -> None:
+    def assign(self, slot: int, request_input: RequestInput, adapter_id: int = 0) -> None:
         """Implements `Executor.assign`."""
-        assert slot == 0 and not adapter_id and not isinstance(source, tuple | np.ndarray | MediaInput)
-        self._steps = source
+        assert slot == 0 and not adapter_id and not isinstance(request_input, tuple | np.ndarray | MediaInput)
+        self._steps = request_input
 
     def run(
         self,

@@ -230,7 +230,7 @@ class PackedExecutor:
         if self._drafts is not None:
             self._drafts.catch_up(tables)
         media, is_decode = None, self._specs.is_decode(rows)
-        if self._media.inputs:
+        if self._media.by_slot:
             rows = self._media.with_token_ids(rows)
             media, is_decode = self._media.spec_of(rows), is_decode and not self._media.has_prompts(rows)
         num_tokens = sum(row.num_tokens for row in rows)
@@ -316,17 +316,17 @@ class PackedExecutor:
             is_verify = 0 < index < num_decode
             yield abstract_step(spec, self.cache.plan.max_len, function, (pools, *ints), verifies=is_verify)
 
-    def check(self, name: str, source: RequestInput) -> None:
+    def check(self, name: str, request_input: RequestInput) -> None:
         """Implements `Executor.check`: a packed model has no encoder-decoder's encoder."""
-        if not isinstance(source, MediaInput):
-            refuse_encoder_input(name, source)
+        if not isinstance(request_input, MediaInput):
+            refuse_encoder_input(name, request_input)
 
-    def assign(self, slot: int, source: RequestInput, adapter_id: int = 0) -> None:
+    def assign(self, slot: int, request_input: RequestInput, adapter_id: int = 0) -> None:
         """Implements `Executor.assign`."""
         if self._adapters.size or adapter_id:
             self._adapters.assign(slot, adapter_id)
-        if self._media.inputs or isinstance(source, MediaInput):
-            self._media.assign(slot, source)
+        if self._media.by_slot or isinstance(request_input, MediaInput):
+            self._media.assign(slot, request_input)
         if self._drafts is not None:
             self._drafts.assign(slot)
         self.cache.free_slot(slot)
@@ -337,7 +337,7 @@ class PackedExecutor:
 
     def _decode_specs(self, rows: Sequence[PlanRow]) -> list[PackedDecodeSpec | PackedStepSpec]:
         """Returns the specs of steps that can decode `rows`, decode steps first."""
-        media = self._media.of_decode(rows) if self._media.inputs else (None, False)
+        media = self._media.of_decode(rows) if self._media.by_slot else (None, False)
         return self._specs.decode_choices(len(rows), *media)
 
     def _with_adapters(self, numbers: np.ndarray) -> np.ndarray:

@@ -275,22 +275,22 @@ class PerSequenceExecutor:
                 donated=(0, 1),
             )
 
-    def check(self, name: str, source: RequestInput) -> None:
+    def check(self, name: str, request_input: RequestInput) -> None:
         """Implements `Executor.check`."""
-        if isinstance(source, MediaInput) and self.sources is None:
-            if source.sees_until is not None:
+        if isinstance(request_input, MediaInput) and self.sources is None:
+            if request_input.sees_until is not None:
                 raise InvalidArgumentError(f"{name}: expected tokens that see none behind them, got an image whose do")
         elif self.sources is None:
-            refuse_encoder_input(name, source)
+            refuse_encoder_input(name, request_input)
         else:
-            self.sources.check(name, source)
+            self.sources.check(name, request_input)
 
-    def assign(self, slot: int, source: RequestInput, adapter_id: int = 0) -> None:
+    def assign(self, slot: int, request_input: RequestInput, adapter_id: int = 0) -> None:
         """Implements `Executor.assign`."""
         self._adapters.assign(slot, adapter_id)
-        self._media.assign(slot, source)
+        self._media.assign(slot, request_input)
         if self.sources is not None:
-            self.sources.assign(slot, source)
+            self.sources.assign(slot, request_input)
         if isinstance(self.cache, HeadedCacheWithStates):
             self.cache.free_slot(slot)
 
