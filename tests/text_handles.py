@@ -24,7 +24,7 @@ class IteratorHandle:
         for number, token_id in enumerate(self.tokens, 1):
             step.append(token_id)
             reason = "length" if number == self.request.max_new_tokens else None
-            reason = "stop" if token_id in self.request.stop_token_ids else reason
+            reason = "stop" if token_id in self.request.stop_ids else reason
             if reason is not None or len(step) == self.size:
                 yield Output(tuple(step), reason)
                 step = []

@@ -310,5 +310,5 @@ def request(request_id, prompt_len=6, max_new=5, **options):
 
 def truth(loop, asked):
     return Oracle(loop.device.windows, loop.device.has_states).answer(
-        asked.prompt_ids, asked.max_new_tokens, asked.stop_token_ids, asked.min_new_tokens
+        asked.prompt_ids, asked.max_new_tokens, asked.stop_ids, asked.min_new_tokens
     )

@@ -28,7 +28,7 @@ from torchax_serve.scheduler import CacheGroup, Request, Scheduler, SchedulerCon
         ({"deadline_s": math.nan}, "deadline_s"),
         ({"deadline_s": "soon"}, "deadline_s"),
         ({"queue_deadline_s": math.nan}, "queue_deadline_s"),
-        ({"stop_token_ids": [1]}, "stop_token_ids"),
+        ({"stop_ids": [1]}, "stop_ids"),
         ({"salt": None}, "salt"),
         ({"cache_prompt": 1}, "cache_prompt"),
         ({"request_id": None}, "request_id"),

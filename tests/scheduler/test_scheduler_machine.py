@@ -92,7 +92,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             deadline_s=None if deadline is None else self.loop.now + deadline,
             queue_deadline_s=None if queue_deadline is None else self.loop.now + queue_deadline,
             cache_prompt=shares,
-            stop_token_ids=stops,
+            stop_ids=stops,
         )
 
     @precondition(lambda self: self.live)
@@ -188,7 +188,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         self.loop.drain()
         for request_id, request in self.all.items():
-            truth = self.truth(request.prompt_ids, request.max_new_tokens, request.stop_token_ids)
+            truth = self.truth(request.prompt_ids, request.max_new_tokens, request.stop_ids)
             got = self.loop.tokens.get(request_id, [])
             reason = self.loop.reasons.get(request_id)
             if reason == "queue_deadline":
@@ -197,7 +197,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert got == truth[: len(got)]
             else:
                 assert got == truth, request_id
-                assert reason == ("stop" if truth[-1] in request.stop_token_ids else "length")
+                assert reason == ("stop" if truth[-1] in request.stop_ids else "length")
 
 
 def test_any_order_of_calls_agrees_with_a_dictionary():

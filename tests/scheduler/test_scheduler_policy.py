@@ -192,10 +192,8 @@ def test_stop_tokens_end_a_request_but_not_before_the_minimum():
     output = truth(loop, free)
     stop = output[4]
     first = output.index(stop)
-    loop.scheduler.add(dataclasses.replace(free, request_id=0, stop_token_ids=frozenset([stop])))
-    minimum = dataclasses.replace(
-        free, request_id=1, stop_token_ids=frozenset(output), min_new_tokens=3, max_new_tokens=9
-    )
+    loop.scheduler.add(dataclasses.replace(free, request_id=0, stop_ids=frozenset([stop])))
+    minimum = dataclasses.replace(free, request_id=1, stop_ids=frozenset(output), min_new_tokens=3, max_new_tokens=9)
     loop.scheduler.add(minimum)
     loop.drain()
     assert loop.tokens == {0: output[: first + 1], 1: output[:4]}
@@ -242,7 +240,7 @@ def test_a_stop_in_flight_discards_the_next_token():
     loop = make_loop(depth=1)
     asked = request(2, max_new=9)
     stop = truth(loop, asked)[2]
-    loop.scheduler.add(dataclasses.replace(asked, stop_token_ids=frozenset([stop])))
+    loop.scheduler.add(dataclasses.replace(asked, stop_ids=frozenset([stop])))
     loop.drain()
     output = truth(loop, asked)
     assert loop.tokens[2] == output[: output.index(stop) + 1]
@@ -476,7 +474,7 @@ def test_several_decode_steps_when_nothing_waits_and_stops_inside_are_cut():
     loop = make_loop(max_num_steps=4, depth=1)
     asked = [request(i, max_new=17 + i) for i in range(3)]
     stop = truth(loop, asked[1])[5]
-    asked[1] = dataclasses.replace(asked[1], stop_token_ids=frozenset([stop]))
+    asked[1] = dataclasses.replace(asked[1], stop_ids=frozenset([stop]))
     for each in asked:
         loop.scheduler.add(each)
     loop.drain()

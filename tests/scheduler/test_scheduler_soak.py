@@ -20,7 +20,7 @@ def random_request(rng: random.Random, request_id: int) -> Request:
         prompt_ids=prompt,
         max_new_tokens=max_new,
         min_new_tokens=rng.choice([0, 0, min(3, max_new)]),
-        stop_token_ids=frozenset(rng.sample(range(50), 2)) if rng.random() < 0.3 else frozenset(),
+        stop_ids=frozenset(rng.sample(range(50), 2)) if rng.random() < 0.3 else frozenset(),
         priority=rng.choice([0, 0, 0, 1]),
         deadline_s=None,
         salt=rng.choice(["", "", "tenant"]),
@@ -96,7 +96,7 @@ def test_every_finished_request_is_token_exact(name: str, num_requests: int) -> 
     loop.drain()
     oracle = Oracle(loop.device.windows)
     for request_id, request in requests.items():
-        stops, min_new = request.stop_token_ids, request.min_new_tokens
+        stops, min_new = request.stop_ids, request.min_new_tokens
         truth = oracle.answer(request.prompt_ids, request.max_new_tokens, stops, min_new)
         got = loop.tokens.get(request_id, [])
         if request_id in aborted:

@@ -44,9 +44,7 @@ def test_requests_get_the_tokens_of_single_steps(groups, depth):
 def test_few_pages_and_stop_tokens_cost_no_token(prompt_lens, max_new, stops, num_pages, num_drafts, depth):
     config = SpeculativeConfig(num_speculative_tokens=num_drafts, adaptive=False)
     loop = speculative_loop(CacheGroup("full", None, num_pages), depth=depth, config=config, max_model_len=44)
-    asked = [
-        request(i + 3, prompt_len=size, max_new=max_new, stop_token_ids=stops) for i, size in enumerate(prompt_lens)
-    ]
+    asked = [request(i + 3, prompt_len=size, max_new=max_new, stop_ids=stops) for i, size in enumerate(prompt_lens)]
     for each in asked:
         loop.scheduler.add(each)
     loop.drain()

@@ -12,7 +12,7 @@ FULL, WINDOW = CacheGroup("full", None, 33), CacheGroup("window", 6, 17)
 
 def asked_for(arrivals):
     return [
-        (turn, request(i, prompt_len, max_new, stop_token_ids=stops))
+        (turn, request(i, prompt_len, max_new, stop_ids=stops))
         for i, (turn, prompt_len, max_new, stops) in enumerate(arrivals)
     ]
 

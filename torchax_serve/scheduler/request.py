@@ -50,7 +50,7 @@ class Request:
     prompt_ids: Sequence[int]
     max_new_tokens: int
     request_id: RequestId = 0  # given by the engine that takes it
-    stop_token_ids: frozenset[int] = frozenset()  # end of sequence and others; the one that ends it is an output
+    stop_ids: frozenset[int] = frozenset()  # end of sequence and `stop_token_ids`; the one that ends it is an output
     min_new_tokens: int = 0  # stop tokens among the first `min_new_tokens` outputs do not end the request
     priority: int = 0  # lower runs first
     deadline_s: float | None = None  # on the scheduler's clock; the request ends at the first step at or after it
@@ -91,7 +91,7 @@ class Request:
             prompt_ids=prompt_ids if isinstance(prompt_ids, TokenIds) else tuple(prompt_ids),
             params=params,
             max_new_tokens=most,
-            stop_token_ids=frozenset(params.stop_ids),
+            stop_ids=frozenset(params.stop_ids),
             min_new_tokens=min(params.num_forced_tokens(num_prompt), most),
             priority=given.priority or 0,
             salt=given.cache_salt or "",
@@ -143,9 +143,9 @@ class Request:
         for field, deadline in (("deadline_s", self.deadline_s), ("queue_deadline_s", self.queue_deadline_s)):
             if deadline is not None and (not isinstance(deadline, int | float) or math.isnan(deadline)):
                 raise invalid(f"{name}: {field}", "seconds on the scheduler's clock", deadline, "None sets none")
-        stops = self.stop_token_ids
+        stops = self.stop_ids
         if not isinstance(stops, frozenset) or not all(type(token) is int for token in stops):
-            raise invalid(f"{name}: stop_token_ids", "a frozenset of token ids", stops, "frozenset() stops nowhere")
+            raise invalid(f"{name}: stop_ids", "a frozenset of token ids", stops, "frozenset() stops nowhere")
         for field, value in (("request_id", self.request_id), ("fork_of", self.fork_of)):
             if type(value) not in (int, str) and (field == "request_id" or value is not None):
                 raise invalid(f"{name}: {field}", "a whole number or a string", value, "name a request by one of them")
@@ -274,7 +274,7 @@ class RequestState:
         if (
             self.status is not Status.RUNNING
             or num_known >= self.max_total_len
-            or not self.request.stop_token_ids.isdisjoint(sampled)
+            or not self.request.stop_ids.isdisjoint(sampled)
         ):
             return False
         tokens += sampled

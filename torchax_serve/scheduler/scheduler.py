@@ -220,9 +220,9 @@ class Scheduler:
         if min(accepted, default=0) < 0:
             reason = "error"
             accepted = accepted[: next(i for i, token in enumerate(accepted) if token < 0)]
-        if not request.stop_token_ids.isdisjoint(accepted):
+        if not request.stop_ids.isdisjoint(accepted):
             for i in range(max(0, request.min_new_tokens - num_new), len(accepted)):
-                if accepted[i] in request.stop_token_ids:
+                if accepted[i] in request.stop_ids:
                     reason, accepted = "stop", accepted[: i + 1]
                     break
         if accepted and state.started_step is None:
