@@ -128,10 +128,10 @@ def test_no_option_compiles_a_program_but_larger_sizes(programs):
     logits = jnp.zeros((4, VOCAB_SIZE))
 
     def num_compiled(options, prompt=(4, 5)):
-        before = programs.num_traces
+        before = programs.num_programs
         programs.assign_slot(0, Row(options).params(VOCAB_SIZE), prompt)
         programs.sample([Row({}, prompt=prompt).plan_row(0)], logits)
-        return programs.num_traces - before
+        return programs.num_programs - before
 
     words = {"bad_words_ids": [[index % 30 + 3, 5] for index in range(17)]}
     assert num_compiled({**NGRAM, **words}) <= 1

@@ -361,7 +361,7 @@ def test_warm_up_compiles_all_that_traffic_needs(caplog):
     for task in sampler.compile_tasks(jax.ShapeDtypeStruct((num_rows, vocab_size), np.float32)):
         task.compile()
     assert sampler.state.tables is None
-    assert sampler.num_traces == 4, "three to sample, one for log-probabilities"
+    assert sampler.num_programs == 4, "three to sample, one for log-probabilities"
     rng, cases = np.random.default_rng(0), [*CASES, {"no_repeat_ngram_size": 2}, {"bad_words_ids": [[4, 5]]}]
 
     def step():
@@ -378,7 +378,7 @@ def test_warm_up_compiles_all_that_traffic_needs(caplog):
         sampler.reset()
         for _ in range(20):
             step()
-    assert sampler.num_traces == 4
+    assert sampler.num_programs == 4
     assert [record.args[0] for record in caplog.records if record.msg.startswith("Compiling")] == []
 
 

@@ -239,7 +239,7 @@ class ModelRunner:
     @property
     def num_programs(self) -> int:
         """Compiled steps of the model and of the sampler."""
-        return self._executor.num_programs + self._sampler.num_traces
+        return self._executor.num_programs + self._sampler.num_programs
 
     @property
     def num_untimed(self) -> int:

@@ -48,13 +48,13 @@ def tables_bytes(num_slots: int, vocab_size: int, max_len: int) -> int:
     return num_slots * vocab_size * sum(dtype.itemsize for dtype in _TABLE_DTYPES.values()) + history
 
 
-PROGRAMS: dict[Level, Level] = {
+PROGRAM_LEVELS: dict[Level, Level] = {
     "greedy": "greedy",
     "sampled": "sampled",
     "penalties": "history",
     "history": "history",
 }
-"""Level of the program that samples a batch, by the level of its rows."""
+"""Level of the program that samples a batch, by the lowest level that covers its rows: three programs in all."""
 
 
 _NO_LOGPROBS = -1
@@ -247,7 +247,7 @@ class SlotParams:
 class Sampler:
     """Samples the tokens of each step.
 
-    For each shape of the logits there are three sampling programs (`PROGRAMS`), and one for log-probabilities. No
+    For each shape of the logits there are three sampling programs (`PROGRAM_LEVELS`), and one for log-probabilities. No
     option compiles another, except a history that is larger than `empty_history`. Masks of tokens are an argument of
     them, which stays on the device while no row has one. `compile_tasks` has all of them, but not `prompt_logprobs`,
     which packed models do not need.
@@ -296,7 +296,7 @@ class Sampler:
         self._unmasked: dict[int, jax.Array] = {}  # by number of rows, a bitmask of ones
 
     @property
-    def num_traces(self) -> int:
+    def num_programs(self) -> int:
         """Number of programs compiled or loaded so far that sample or compute log-probabilities."""
         return sum(each.num_programs for each in (self._sample, self._logprobs, self._prompt_logprobs))
 
@@ -367,7 +367,12 @@ class Sampler:
         """
         options, spec = self.slots.rows(plan_rows, len(logits), ahead)
         placed = self._all_allowed(len(logits)) if bitmask is None else jax.device_put(bitmask, self._sharding)
-        sampled = self._run(PROGRAMS[spec.level], options, logits, placed)
+        level = PROGRAM_LEVELS[spec.level]
+        if level == "history":
+            self._allocate()
+        program = _program_spec(level, self._rules)
+        sampled, state = self._sample({}, options, self.take_state(level), logits, placed, spec=program)
+        self.set_state(state)
         if spec.logprobs:
             logprobs = self.logprobs(logits, sampled.tokens, spec.num_top, len(plan_rows), placed)
             logprobs = dataclasses.replace(logprobs, processed=sampled.token_logprobs)
@@ -465,20 +470,12 @@ class Sampler:
         bitmask = jax.ShapeDtypeStruct(
             (logits.shape[0], num_words(self._vocab_size)), np.int32, sharding=self._sharding
         )
-        for level in dict.fromkeys(PROGRAMS.values()):
+        for level in dict.fromkeys(PROGRAM_LEVELS.values()):
             state = SamplerState(last_tokens, *((tables, history) if level == "history" else ()))
-            yield task(self._sample, options, state, logits, bitmask, spec=_spec(level, self._rules))
+            yield task(self._sample, options, state, logits, bitmask, spec=_program_spec(level, self._rules))
         yield task(self._write_rows, (tables, history), np.int32(0), _zero_row(arrays))
         tokens = jax.ShapeDtypeStruct(logits.shape[:1], np.int32, sharding=self._sharding)
         yield task(self._logprobs, logits, tokens, bitmask, np.bool_(False), np.int32(0), spec=self._num_top)
-
-    def _run(self, level: Level, options: RowOptions, logits: jax.Array, bitmask: jax.Array) -> Sampled:
-        if level == "history":
-            self._allocate()
-        spec, state = _spec(level, self._rules), self.take_state(level)
-        sampled, state = self._sample({}, options, state, logits, bitmask, spec=spec)
-        self.set_state(state)
-        return sampled
 
 
 def default_sharding() -> jax.sharding.Sharding:
@@ -486,7 +483,7 @@ def default_sharding() -> jax.sharding.Sharding:
     return jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
 
 
-def _spec(level: Level, rules: TransformersBehaviour | None) -> SamplerSpec:
+def _program_spec(level: Level, rules: TransformersBehaviour | None) -> SamplerSpec:
     return _spec_of(level, rules=rules if level == "history" else None)
 
 
