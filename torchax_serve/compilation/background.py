@@ -18,11 +18,9 @@ import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
-import jax
-
 from model_adapters.errors import TorchaxServeError
 from model_adapters.jax_settings import programs_run
-from model_adapters.ops.memory_layout import FORMATS, place_of
+from torchax_serve.compilation.program_signature import ProgramSignature
 from torchax_serve.compilation.yielding import yield_to_requests
 
 logger = logging.getLogger("torchax_serve")
@@ -69,15 +67,7 @@ def abstract(tree: Any) -> Any:
 
     A program compiled for these is the program for the arrays.
     """
-    return jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(
-            x.shape,
-            x.dtype,
-            sharding=place_of(x) if FORMATS else getattr(x, "sharding", None),
-            weak_type=getattr(x, "weak_type", False),
-        ),
-        tree,
-    )
+    return ProgramSignature.of(tree, None, names_modules=False).abstract_args()
 
 
 class TracingHeldError(Exception):

@@ -44,7 +44,7 @@ class ProgramSignature:
     names_modules: bool = False  # in its instructions, for profiles
 
     @classmethod
-    def of(cls, args: tuple[Any, ...], spec: Any, names_modules: bool) -> ProgramSignature:
+    def of(cls, args: Any, spec: Any, names_modules: bool) -> ProgramSignature:
         """Returns the signature of a call with these arguments."""
         leaves, tree = jax.tree.flatten(args)
         # Each request comes by: without layouts nothing is asked for them.
