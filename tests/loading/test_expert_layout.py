@@ -79,7 +79,7 @@ def test_a_bundle_has_them_so(weights, on_cpu, tmp_path):
     assert eager(model) == wanted  # the object runs on JAX from its own tensors once that is closed
     with serve(tmp_path / "bundle", engine=OPTIONS) as served:
         assert tokens(served) == wanted
-        stored = served._recorded.weights
+        stored = served._stored.weights
         layouts = {name: array.format.layout.major_to_minor for name, array in stored.items() if ".experts." in name}
     assert len(layouts) == 4
     assert set(layouts.values()) == {(0, 2, 1)}

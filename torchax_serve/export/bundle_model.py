@@ -61,19 +61,21 @@ class BundleModel(ServedModel):
 
     embeds = False
 
+    _stored: StoredModel
+
     def __init__(self, manifest: Manifest, stored: StoredModel, engine_options: EngineOptions) -> None:
-        self.manifest, self._recorded = manifest, stored
+        self.manifest = manifest
         super().__init__(stored, engine_options)
 
     @property
     def config(self) -> RecordedConfig:
         """What was recorded of the configuration."""
-        return self._recorded.config
+        return self._stored.config
 
     @property
     def generation_config(self) -> Any:
         """What was recorded of the generation config."""
-        return self._recorded.generation_values
+        return self._stored.generation_values
 
     @property
     def tokenizer(self) -> Any:
