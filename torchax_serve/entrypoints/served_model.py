@@ -298,9 +298,9 @@ class ServedModel(LiveAdapters):
         params, parent = request.params, None if fork_of is None else fork_of.request_id
         if request.generate_inputs is None and (engine := self._engine_of_text(request)) is not None:
             if params.seed is None and params.config.do_sample and "torch" in sys.modules:
-                from torchax_serve.generation.call_limits import drawn_seed
+                from torchax_serve.generation.call_limits import draw_seed
 
-                params = dataclasses.replace(params, seed=drawn_seed(None, do_sample=True))
+                params = dataclasses.replace(params, seed=draw_seed(do_sample=True))
             if parent is not None or params is not request.params:
                 request = dataclasses.replace(request, params=params, fork_of=parent)
             return engine.submit(request)

@@ -22,7 +22,7 @@ from torchax_serve.distributed.hosts.leader import Leader
 from torchax_serve.engine.data_parallel import DataParallelEngines
 from torchax_serve.engine.engine import Engine
 from torchax_serve.engine.replica_runtimes import split_runtimes
-from torchax_serve.generation.call_limits import drawn_seed
+from torchax_serve.generation.call_limits import draw_seed
 from torchax_serve.generation.engine_rows import EngineRows, engine_request_for, prompt_call
 from torchax_serve.generation.jax_forward import following
 from torchax_serve.generation.jax_model import run_on_jax
@@ -155,7 +155,7 @@ class TorchModel:
         chosen = route(capabilities, call)
         if chosen.path is not Path.ENGINE:
             return chosen
-        seed = drawn_seed(params.seed, do_sample=params.config.do_sample)
+        seed = draw_seed(params.seed, do_sample=params.config.do_sample)
         found_for = engine_request_for(model, request.prompt_ids, params.config, params.given, seed)
         return found_for or route(capabilities, dataclasses.replace(call, ends_in_loop=False))
 

@@ -175,16 +175,14 @@ def current_generator() -> torch.Generator | None:
     return _GENERATOR.get()
 
 
-def draw_seed() -> int:
-    """Returns the seed of a row."""
-    return int(torch.randint(2**63 - 1, (), generator=current_generator()))
+def draw_seed(seed: int | None = None, *, do_sample: bool | None) -> int:
+    """Returns `seed`, or a new one if tokens are drawn.
 
-
-def drawn_seed(seed: int | None, *, do_sample: bool) -> int:
-    """Returns `seed`, or a new one, repeatable by ``torch.manual_seed`` as in transformers."""
+    It is repeatable by ``torch.manual_seed`` as in transformers, or by the generator of `seeds_from`.
+    """
     if seed is not None:
         return seed
-    return int(torch.randint(2**63 - 1, ())) if do_sample else 0
+    return int(torch.randint(2**63 - 1, (), generator=current_generator())) if do_sample else 0
 
 
 def current_limits() -> CallLimits | None:

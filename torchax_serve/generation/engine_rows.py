@@ -22,7 +22,7 @@ from model_adapters.caches.encoder_mask import SourceMask
 from model_adapters.errors import OutOfMemoryError, UnsupportedModelError
 from torchax_serve.engine.request_handle import RequestHandle
 from torchax_serve.executors.encoder_inputs import decoder_start_ids
-from torchax_serve.generation.call_limits import CallLimits, current_limits, draw_seed, drawn_seed
+from torchax_serve.generation.call_limits import CallLimits, current_limits, draw_seed
 from torchax_serve.generation.queued_call import run_on_queue
 from torchax_serve.generation.routing import EngineFacts, ModelCapabilities, Path, PromptCall, RowsCall, route
 from torchax_serve.generation.sample_call import SampleCall, StaticBatchStart, static_batch_start
@@ -233,7 +233,7 @@ def _run(
     has_scores = bool(request.config.return_dict_in_generate and request.config.output_scores)
     requests = []
     for prompt, output in zip(request.input_ids.tolist(), outputs, strict=True):
-        seed = draw_seed() if config.do_sample else 0
+        seed = draw_seed(do_sample=config.do_sample)
         own = RequestParams.of_generation_config(config, params, seed=seed)
         if has_scores:
             own = dataclasses.replace(own, logprobs=0, scores_logprobs=True)
@@ -360,7 +360,7 @@ def encoded_request(
     found = _engine_outputs(model, call, start, lambda: EngineFacts.of_engine(get_engine))
     if isinstance(found, str):
         return found
-    seed = drawn_seed(seed, do_sample=call.config.do_sample)
+    seed = draw_seed(seed, do_sample=call.config.do_sample)
     max_len = call.stopping_criteria.max_length
     assert max_len is not None
     start_ids = call.input_ids[0].tolist()

@@ -16,7 +16,7 @@ from transformers import GenerationConfig
 
 from model_adapters.errors import InvalidArgumentError, UnsupportedModelError
 from torchax_serve.executors.request_input import MediaInput
-from torchax_serve.generation.call_limits import CallLimits, draw_seed, drawn_seed
+from torchax_serve.generation.call_limits import CallLimits, draw_seed
 from torchax_serve.generation.engine_rows import encoded_request, read_tokens
 from torchax_serve.generation.sample_call import StaticBatchStart, static_batch_start
 from torchax_serve.generation.single_request import loop_options, prepared_call
@@ -87,7 +87,7 @@ def media_request(
         return str(error)
     if media.sees_until is not None and (reason := _span_reason(media, engine)) is not None:
         return reason
-    seed = drawn_seed(seed, do_sample=call.config.do_sample)
+    seed = draw_seed(seed, do_sample=call.config.do_sample)
     options = loop_options(call.config, max_length, len(media.prompt_ids))
     own = RequestParams.of_generation_config(options, params or NO_PARAMS, seed=seed)
     return Request.of(TokenIds(media.prompt_ids), own, request_input=media, page_ids=media.page_ids, spans=media.spans)
@@ -134,7 +134,7 @@ def media_answers(
         return None  # what only ``generate`` knows, or refuses
     requests = []
     for inputs in prompts:
-        seed = draw_seed() if config.do_sample else 0
+        seed = draw_seed(do_sample=config.do_sample)
         found = media_request(model, get_engine, inputs, config, limits.params(), seed)
         if not isinstance(found, Request):
             return None

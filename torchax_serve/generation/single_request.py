@@ -15,7 +15,7 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList
 
 from model_adapters.errors import UnsupportedArgumentError, UnsupportedModelError
 from torchax_serve.generation.batch_forward import BatchForward
-from torchax_serve.generation.call_limits import drawn_seed
+from torchax_serve.generation.call_limits import draw_seed
 from torchax_serve.generation.routing import Path, Route
 from torchax_serve.generation.sample_call import SampleCall, StaticBatchStart, static_batch_start
 from torchax_serve.generation.sequence_steps import ForwardSteps, GenerateSteps, GenerateWatch, torch_seed
@@ -97,7 +97,7 @@ def _forward_request(model: Any, call: SampleCall, params: SamplingParams | None
     max_length = call.stopping_criteria.max_length
     if max_length is None or (unsupported := unsupported_options(call.config, ENGINE_OPTIONS)):
         return "it has no limit of tokens" if max_length is None else f"{', '.join(unsupported)} is set"
-    seed = drawn_seed(seed, do_sample=call.config.do_sample)
+    seed = draw_seed(seed, do_sample=call.config.do_sample)
     prompt_ids = call.input_ids[0].tolist()
     config = loop_options(call.config, max_length, len(prompt_ids))
     steps = ForwardSteps(BatchForward(model._jax_runtime, call, start))

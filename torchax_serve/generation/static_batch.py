@@ -18,7 +18,7 @@ from model_adapters.bridge.views import to_torch_tensor
 from model_adapters.errors import InvalidArgumentError
 from model_adapters.program.call_signature import cache_field_of
 from torchax_serve.generation.batch_forward import BatchForward
-from torchax_serve.generation.call_limits import drawn_seed
+from torchax_serve.generation.call_limits import draw_seed
 from torchax_serve.generation.sample_call import SampleCall, StaticBatchStart
 from torchax_serve.runtime.model_runtime import ModelRuntime
 from torchax_serve.sampling import INVALID_TOKEN, BatchSampler
@@ -160,7 +160,7 @@ class StaticBatchLoop:
             self.config,
             request.input_ids.numpy(),
             vocab_size=logits.shape[-1],
-            seed=drawn_seed(None, do_sample=self.config.do_sample),
+            seed=draw_seed(do_sample=self.config.do_sample),
             attention_mask=None if mask is None else mask.numpy(),
             sharding=logits.sharding,  # as after a step: one program, not two
         )
