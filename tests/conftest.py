@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+from pathlib import Path
 
 # PyTorch's threads wait for each other by spinning, which took a third of the processor's time beside other processes.
 # Before its import; processes that tests start inherit it.
@@ -54,6 +55,33 @@ FAST = (
     "test_sharding_rules",
     "text/test_text_detokenizer",
 )
+
+
+# Folders that need what is fetched or installed for them, or half an hour: collected only where they are named.
+ONLY_NAMED = {
+    Path(__file__).parent / folder
+    for folder in (
+        "agents",
+        "aot",
+        "bundles",
+        "chart",
+        "diffusion",
+        "format_tools",
+        "page",
+        "real",
+        "replicas",
+        "sharding/every_mesh",
+        "tunix",
+    )
+}
+
+
+def pytest_ignore_collect(collection_path, config):
+    """Leaves out a folder of `ONLY_NAMED`, unless it or something in it is named."""
+    if collection_path not in ONLY_NAMED:
+        return None
+    named = (Path(config.invocation_params.dir, argument.split("::")[0]).resolve() for argument in config.args)
+    return None if any(path == collection_path or collection_path in path.parents for path in named) else True
 
 
 def pytest_collection_modifyitems(config, items):

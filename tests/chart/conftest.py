@@ -8,8 +8,3 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "docs"))
-
-
-def pytest_ignore_collect(config):
-    named = (Path(config.invocation_params.dir, argument.split("::")[0]).resolve() for argument in config.args)
-    return None if any(path == HERE or HERE in path.parents for path in named) else True

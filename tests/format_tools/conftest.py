@@ -18,11 +18,6 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "loading" / "formats"))
 
 
-def pytest_ignore_collect(config):
-    named = (Path(config.invocation_params.dir, argument.split("::")[0]).resolve() for argument in config.args)
-    return None if any(path == HERE or HERE in path.parents for path in named) else True
-
-
 def pytest_addoption(parser):
     for tool in ("llama-cpp", "vllm"):
         parser.addoption(f"--{tool}", metavar="FOLDER", type=Path, help=f"{tool} as peers.py has installed it")

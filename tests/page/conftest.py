@@ -13,11 +13,6 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 
-def pytest_ignore_collect(config):
-    named = (Path(config.invocation_params.dir, argument.split("::")[0]).resolve() for argument in config.args)
-    return None if any(path == HERE or HERE in path.parents for path in named) else True
-
-
 @pytest.fixture(scope="session")
 def browser():
     """A headless Chromium."""

@@ -19,13 +19,7 @@ from parity_sweep import real_models
 from parity_sweep.page_section import table_lines
 from torchax_serve import serve
 
-HERE = Path(__file__).parent
 FINDINGS = pytest.StashKey()
-
-
-def pytest_ignore_collect(config):
-    named = (Path(config.invocation_params.dir, argument.split("::")[0]).resolve() for argument in config.args)
-    return None if any(path == HERE or HERE in path.parents for path in named) else True
 
 
 def pytest_addoption(parser):
