@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 
-from torchax_serve.server.errors import ApiError, bad_request
+from torchax_serve.server.errors import ApiError, bad_request, body_limit
 from torchax_serve.server.options import ServerOptions
 from torchax_serve.server.request_fields import ApiRequest
 from torchax_serve.validation.argument_checks import short_repr
@@ -74,9 +74,7 @@ async def read_body(request: Request, options: ServerOptions) -> bytes:
 
 def too_large(max_body_bytes: int) -> ApiError:
     """Returns the answer to a body that is too long."""
-    return ApiError(
-        413, f"expected a body of at most {max_body_bytes} bytes, got more; shorten it", headers={"Connection": "close"}
-    )
+    return ApiError(413, body_limit(max_body_bytes), headers={"Connection": "close"})
 
 
 def parse_body(body: bytes, options: ServerOptions) -> Any:

@@ -182,6 +182,11 @@ def _no_token_left(error: NoTokenLeftError) -> ApiError:
     )
 
 
+def body_limit(max_bytes: int) -> str:
+    """Returns the message of a body with more bytes, status 413."""
+    return f"expected a body of at most {max_bytes} bytes, got more; shorten it"
+
+
 def where_of(error: BaseException) -> str:
     """Returns the type of an error and where it was raised, for the log.
 

@@ -17,7 +17,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from torchax_serve.server.error_forms import error_body
-from torchax_serve.server.errors import ApiError
+from torchax_serve.server.errors import ApiError, body_limit
 from torchax_serve.server.options import ConnectionLimits
 
 LINGER_S = 5.0
@@ -164,13 +164,13 @@ class GuardedProtocol(HttpToolsProtocol):
             self._max_body_bytes = self._limits.max_upload_bytes + FORM_BYTES
             self._body_timeout_s = self._limits.upload_timeout_s
         if int(length) > self._max_body_bytes:
-            self._refuse_in_parser(413, _body_message(self._max_body_bytes))
+            self._refuse_in_parser(413, body_limit(self._max_body_bytes))
 
     def on_body(self, body: bytes) -> None:
         """Takes a part of the body."""
         self._body_bytes += len(body)
         if self._body_bytes > self._max_body_bytes:
-            self._refuse_in_parser(413, _body_message(self._max_body_bytes))
+            self._refuse_in_parser(413, body_limit(self._max_body_bytes))
         super().on_body(body)
 
     def on_message_complete(self) -> None:
@@ -246,7 +246,3 @@ class GuardedProtocol(HttpToolsProtocol):
             self.transport.write_eof()
         self.flow.resume_reading()
         self._timer = self.loop.call_later(LINGER_S, self.transport.close)
-
-
-def _body_message(max_bytes: int) -> str:
-    return f"expected a body of at most {max_bytes} bytes, got more; shorten it"

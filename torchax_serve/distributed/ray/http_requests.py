@@ -21,7 +21,7 @@ from starlette.requests import Request
 from starlette.types import Receive, Scope
 
 from torchax_serve.server.body import read_body
-from torchax_serve.server.errors import ApiError
+from torchax_serve.server.errors import ApiError, body_limit
 from torchax_serve.server.options import ConnectionLimits, ServerOptions
 
 Message = dict[str, Any]
@@ -65,7 +65,7 @@ def check_head(scope: Scope, limits: ConnectionLimits) -> None:
     if not length.isdigit() or len(length) > 18:
         raise ApiError(400, "expected a Content-Length in digits, got another")
     if int(length) > limits.max_body_bytes:
-        raise ApiError(413, f"expected a body of at most {limits.max_body_bytes} bytes, got more; shorten it")
+        raise ApiError(413, body_limit(limits.max_body_bytes))
 
 
 async def read_request(scope: Scope, receive: Receive, options: ServerOptions) -> dict[str, Any]:
