@@ -6,7 +6,6 @@ import collections
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
 
 from torchax_serve.engine.model_runner import InFlightStep
 
@@ -20,42 +19,33 @@ LOOKS_PER_WAIT, SHORTEST_WAIT_S, LONGEST_WAIT_S = 32, 0.0005, 0.002
 """How often a wait for the device looks whether it is done already, and least and most seconds between two looks."""
 
 
-class QueuedStep(NamedTuple):
-    """A step in flight, with its times in seconds on the clock `time.monotonic`."""
-
-    step: InFlightStep
-    sent_s: float
-    expected_s: float  # expected device time, measured on earlier plans; 0: unknown
-    is_timed: bool  # whether its time is that of such steps: no program was compiled for it, or stood in
-
-
 class DispatchQueue:
     """First-in, first-out queue of the steps in flight."""
 
     def __init__(self) -> None:
-        self._queue: collections.deque[QueuedStep] = collections.deque()
+        self._queue: collections.deque[InFlightStep] = collections.deque()
         self._completed_s = 0.0
 
     def __len__(self) -> int:
         return len(self._queue)
 
     def __iter__(self) -> Iterator[InFlightStep]:
-        return (each.step for each in self._queue)
+        return iter(self._queue)
 
     @property
     def is_timed(self) -> bool:
         """Whether no program was compiled or loaded for the newest step, if there is one."""
         return not self._queue or self._queue[-1].is_timed
 
-    def push(self, step: InFlightStep, expected_s: float, is_timed: bool, sent_s: float) -> None:
-        """Adds a step whose first program was sent at `sent_s`."""
-        self._queue.append(QueuedStep(step, sent_s, expected_s, is_timed))
+    def push(self, step: InFlightStep) -> None:
+        """Adds the step that was sent last."""
+        self._queue.append(step)
 
-    def pop(self) -> QueuedStep:
+    def pop(self) -> InFlightStep:
         """Removes and returns the oldest step, which is read next."""
         return self._queue.popleft()
 
-    def completed(self, oldest: QueuedStep, now: float) -> float | None:
+    def completed(self, oldest: InFlightStep, now: float) -> float | None:
         """Records that `oldest` is complete and returns its device seconds.
 
         None if they are not those of such steps.
@@ -77,7 +67,7 @@ class DispatchQueue:
         if wait_s <= 0:
             return False
         until, look_s = time.monotonic() + wait_s, min(max(wait_s / LOOKS_PER_WAIT, SHORTEST_WAIT_S), LONGEST_WAIT_S)
-        while wait_s > 0 and not is_wanted() and not self._queue[-1].step.is_complete():
+        while wait_s > 0 and not is_wanted() and not self._queue[-1].is_complete():
             wake.wait(min(wait_s, look_s))
             wait_s = until - time.monotonic()
         return True

@@ -477,16 +477,15 @@ class Engine:
             self._fail(plan, error)
             return
         self._output_processor.deliver_failures(step, self._scheduler.abort)
-        expected_seconds = self._scheduler.expected_seconds(plan)
-        if plan.num_steps == 1 and (expected_seconds < LEAST_PACED_S or not plan.num_decode):
-            expected_seconds = 0.0  # the host would be late, or nothing like it was measured
-        sent_s = time.monotonic() if masks is None else sent_s  # a masked one has waited for the step before
-        self._dispatched.push(step, expected_seconds, self._runner.num_untimed == num_untimed, sent_s)
+        step.is_timed, step.expected_s = self._runner.num_untimed == num_untimed, self._scheduler.expected_seconds(plan)
+        if plan.num_steps == 1 and (step.expected_s < LEAST_PACED_S or not plan.num_decode):
+            step.expected_s = 0.0  # the host would be late, or nothing like it was measured
+        step.sent_s = time.monotonic() if masks is None else sent_s  # a masked one has waited for the step before
+        self._dispatched.push(step)
 
     def _commit_oldest(self) -> Exception | None:
         """Reads, commits and delivers the oldest step in flight; returns its error if it has failed."""
-        oldest = self._dispatched.pop()
-        step, waits_from = oldest.step, time.monotonic()
+        step, waits_from = self._dispatched.pop(), time.monotonic()
         try:
             tokens = self._runner.read(step)
         except Exception as error:
@@ -494,7 +493,7 @@ class Engine:
             return error
         now = time.monotonic()
         self._counts.wait_s += now - waits_from
-        duration_s = self._dispatched.completed(oldest, now)
+        duration_s = self._dispatched.completed(step, now)
         self._output_processor.record_prompt_logprobs(step)
         num_before = self._scheduler.num_new_tokens
         outcomes = self._scheduler.commit(step.plan, tokens, now, duration_s)

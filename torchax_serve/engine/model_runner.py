@@ -129,9 +129,9 @@ class PlanMasks:
 
 @dataclasses.dataclass
 class InFlightStep:
-    """A plan that was dispatched, and its results on the device.
+    """A plan that was dispatched, its times, and its results on the device.
 
-    The scheduler knows the same step by its plan alone, and `DispatchQueue` adds its times.
+    The scheduler knows the same step by its plan alone.
 
     Attributes:
         plan: The step plan.
@@ -141,6 +141,9 @@ class InFlightStep:
         prompt_logprobs: Log-probabilities of all prompt tokens of the step; None if not requested.
         failures: Errors by slot, each of one request.
         weights_version: Version of the weights that the step was computed with.
+        sent_s: When its first program was sent, in seconds on the clock `time.monotonic`.
+        expected_s: Expected seconds of the device, measured on earlier plans; 0: unknown.
+        is_timed: Whether its time is that of such steps: no program was compiled for it, or stood in.
     """
 
     plan: StepPlan
@@ -149,6 +152,9 @@ class InFlightStep:
     prompt_logprobs: Logprobs | None = None
     failures: dict[int, Exception] = dataclasses.field(default_factory=dict)
     weights_version: int = 0
+    sent_s: float = 0.0
+    expected_s: float = 0.0
+    is_timed: bool = True
 
     @property
     def has_logprobs(self) -> bool:
