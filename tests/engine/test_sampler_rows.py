@@ -466,9 +466,9 @@ def test_options_kept_on_the_device_are_those_of_each_step(sampler):
         now = [row._replace(context_len=row.context_len + step) for row in plan_rows]
         assert sampler.fused_options(now, NUM_ROWS)[0] is kept
         lengths = np.array([row.context_len + 1 for row in now] + [0] * (NUM_ROWS - len(now)))
-        expected, spec = sampler.slots.rows(now, NUM_ROWS)
+        expected, batch_rows = sampler.slots.rows(now, NUM_ROWS)
         jax.tree.map(np.testing.assert_array_equal, kept.advanced(lengths), expected)
-        assert draws == (spec.level == "sampled")
+        assert draws == (batch_rows.level == "sampled")
     sampler.assign_slot(1, Row({"top_k": 5}, seed=9).params(VOCAB_SIZE), (1, 2))
     changed, _ = sampler.fused_options(plan_rows, NUM_ROWS)
     assert changed.int_column("top_k")[1] == 5

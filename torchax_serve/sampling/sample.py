@@ -32,15 +32,14 @@ def sample(
     not know them: `Sampler` leaves them out.
 
     Args:
-        spec: Level that covers every row, and what to return (`SlotParams.rows`).
+        spec: Level that covers every row (`PROGRAM_LEVELS`), and what to return.
         options: Options of the n rows.
         state: State of all slots.
         logits: float[n, vocab], of each row's last token.
         bitmask: int32[n, ceil(vocab / 32)], tokens that a row may sample, as for `mask_logits`; None: all.
     """
     tokens, scores, token_logprobs = _choose(spec, options, state, logits, bitmask)
-    logprobs = logprobs_of(logits, tokens, num_top=spec.num_top) if spec.logprobs else None
-    return Sampled(tokens, logprobs, scores, token_logprobs), append(spec, options, state, tokens)
+    return Sampled(tokens, None, scores, token_logprobs), append(spec, options, state, tokens)
 
 
 def choose(

@@ -58,7 +58,6 @@ PROGRAM_LEVELS: dict[Level, Level] = {
 
 
 _NO_LOGPROBS = -1
-_spec_of = functools.cache(SamplerSpec)  # steps have few of them
 
 
 class BatchRows(NamedTuple):
@@ -70,7 +69,7 @@ class BatchRows(NamedTuple):
     prompt_len: np.ndarray
     num_tokens_with_tables: np.ndarray
     needs_tables: bool  # some row needs them for its first tokens
-    level: Level  # of rows beyond `num_tokens_with_tables`
+    level: Level  # the lowest that covers all rows, those beyond `num_tokens_with_tables` if no step is given
     num_top: int | None  # None: no row needs log-probabilities
 
     def at_prompt_start(self) -> RowOptions:
@@ -158,33 +157,30 @@ class SlotParams:
         most = params.max_new_tokens if max_new_tokens is None else max_new_tokens
         return tables, history_row(params, prompt_ids, outputs, most)
 
-    def rows(self, plan_rows: Sequence[PlanRow], num_rows: int, ahead: int = 0) -> tuple[RowOptions, SamplerSpec]:
-        """Returns the options of a step's rows, padded, and the program that covers them.
+    def rows(self, plan_rows: Sequence[PlanRow], num_rows: int, ahead: int = 0) -> tuple[RowOptions, BatchRows]:
+        """Returns the options of a step's rows, padded, and `step_rows`.
 
         Args:
             plan_rows: Rows of the plan.
             num_rows: Number of rows of the logits, at least as many.
             ahead: Number of steps since the first one of the plan; above 0 all rows decode.
         """
-        batch_rows, spec = self.options_and_spec(plan_rows, num_rows, ahead)
+        batch_rows = self.step_rows(plan_rows, num_rows, ahead)
         ints = batch_rows.ints.copy()
         ints[:, NUM_NEW] = self._num_new(batch_rows, plan_rows, ahead)
-        return RowOptions(ints, batch_rows.floats), spec
+        return RowOptions(ints, batch_rows.floats), batch_rows
 
-    def options_and_spec(
-        self, plan_rows: Sequence[PlanRow], num_rows: int, ahead: int = 0
-    ) -> tuple[BatchRows, SamplerSpec]:
-        """Returns the step-independent options of a step's rows, and the program that covers them."""
+    def step_rows(self, plan_rows: Sequence[PlanRow], num_rows: int, ahead: int = 0) -> BatchRows:
+        """Returns the step-independent options of a step's rows, at the level of the step."""
         if isinstance(plan_rows, DecodeBatch):
             slots = plan_rows.slots
         else:
             slots = np.array([row.slot if row.samples_token else self.num_slots for row in plan_rows], np.int32)
         batch_rows = self.batch_rows(slots, num_rows)
-        level = batch_rows.level
-        if batch_rows.needs_tables and LEVELS.index(level) < LEVELS.index("penalties"):
+        if batch_rows.needs_tables and LEVELS.index(batch_rows.level) < LEVELS.index("penalties"):
             is_early = self._num_new(batch_rows, plan_rows, ahead) < batch_rows.num_tokens_with_tables
-            level = "penalties" if is_early.any() else level
-        return batch_rows, _spec_of(level, num_top=batch_rows.num_top or 0, logprobs=batch_rows.num_top is not None)
+            return batch_rows._replace(level="penalties") if is_early.any() else batch_rows
+        return batch_rows
 
     @staticmethod
     def _num_new(batch_rows: BatchRows, plan_rows: Sequence[PlanRow], ahead: int) -> np.ndarray:
@@ -365,16 +361,16 @@ class Sampler:
             ahead: Number of steps since the first one of the plan.
             bitmask: int32[n, ceil(vocab / 32)], tokens that each row may sample (`mask_logits`); None: all.
         """
-        options, spec = self.slots.rows(plan_rows, len(logits), ahead)
+        options, batch_rows = self.slots.rows(plan_rows, len(logits), ahead)
         placed = self._all_allowed(len(logits)) if bitmask is None else jax.device_put(bitmask, self._sharding)
-        level = PROGRAM_LEVELS[spec.level]
+        level = PROGRAM_LEVELS[batch_rows.level]
         if level == "history":
             self._allocate()
-        program = _program_spec(level, self._rules)
-        sampled, state = self._sample({}, options, self.take_state(level), logits, placed, spec=program)
+        spec = _spec_of(level, self._rules)
+        sampled, state = self._sample({}, options, self.take_state(level), logits, placed, spec=spec)
         self.set_state(state)
-        if spec.logprobs:
-            logprobs = self.logprobs(logits, sampled.tokens, spec.num_top, len(plan_rows), placed)
+        if batch_rows.num_top is not None:
+            logprobs = self.logprobs(logits, sampled.tokens, batch_rows.num_top, len(plan_rows), placed)
             logprobs = dataclasses.replace(logprobs, processed=sampled.token_logprobs)
             sampled = dataclasses.replace(sampled, logprobs=logprobs)
         return sampled
@@ -401,10 +397,11 @@ class Sampler:
         length of each row to them (`RowOptions.advanced`). So they stay on the device while the same requests decode.
         The program gets the state `take_state("sampled")`, and `set_state` its new one.
         """
-        batch_rows, spec = self.slots.options_and_spec(plan_rows, num_rows)
-        if (spec.logprobs and not has_logprobs) or spec.level not in ("greedy", "sampled"):
+        batch_rows = self.slots.step_rows(plan_rows, num_rows)
+        wants_logprobs = batch_rows.num_top is not None
+        if (wants_logprobs and not has_logprobs) or batch_rows.level not in ("greedy", "sampled"):
             return None
-        return self._on_device(batch_rows), spec.level == "sampled"
+        return self._on_device(batch_rows), batch_rows.level == "sampled"
 
     def _on_device(self, batch_rows: BatchRows) -> RowOptions:
         if self._placed is None or self._placed[0] is not batch_rows:
@@ -472,7 +469,7 @@ class Sampler:
         )
         for level in dict.fromkeys(PROGRAM_LEVELS.values()):
             state = SamplerState(last_tokens, *((tables, history) if level == "history" else ()))
-            yield task(self._sample, options, state, logits, bitmask, spec=_program_spec(level, self._rules))
+            yield task(self._sample, options, state, logits, bitmask, spec=_spec_of(level, self._rules))
         yield task(self._write_rows, (tables, history), np.int32(0), _zero_row(arrays))
         tokens = jax.ShapeDtypeStruct(logits.shape[:1], np.int32, sharding=self._sharding)
         yield task(self._logprobs, logits, tokens, bitmask, np.bool_(False), np.int32(0), spec=self._num_top)
@@ -483,8 +480,9 @@ def default_sharding() -> jax.sharding.Sharding:
     return jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
 
 
-def _program_spec(level: Level, rules: TransformersBehaviour | None) -> SamplerSpec:
-    return _spec_of(level, rules=rules if level == "history" else None)
+@functools.cache
+def _spec_of(level: Level, rules: TransformersBehaviour | None) -> SamplerSpec:
+    return SamplerSpec(level, rules=rules if level == "history" else None)
 
 
 # As `CachedFunction` takes them: there are no weights, and a spec only where something is static.

@@ -79,8 +79,6 @@ class SamplerSpec:
     Attributes:
         level: Lowest level that covers every row.
         draws: Whether any row draws tokens; a program without draws is compiled much faster.
-        num_top: Number of top log-probabilities to return.
-        logprobs: Whether to return log-probabilities.
         scores: Whether to return the processed scores.
         nan_is_invalid: Whether a row with nan gets `INVALID_TOKEN`; otherwise nan is a maximum, as in ``torch.argmax``.
         rules: Release of transformers whose processors are followed; None: the installed one.
@@ -88,8 +86,6 @@ class SamplerSpec:
 
     level: Level
     draws: bool = True
-    num_top: int = 0
-    logprobs: bool = False
     scores: bool = False
     nan_is_invalid: bool = True
     rules: TransformersBehaviour | None = None

@@ -125,7 +125,7 @@ class SpeculativeDecoder:
         num_rows = self.spec(len(rows), end).packed.num_rows
         found = sampler.fused_options(rows, num_rows, has_logprobs=True)
         assert found is not None, "the scheduler says which rows have more than greedy and sampled tokens"
-        (options, draws), num_top = found, sampler.slots.options_and_spec(rows, num_rows)[0].num_top
+        (options, draws), num_top = found, sampler.slots.step_rows(rows, num_rows).num_top
         spec = self.spec(len(rows), end, num_top is not None or any(drafts.needs_sampler))
         packed = spec.pack(plan.rows, drafts, plan.page_tables, plan.num_steps, draws, num_top)
         numbers = self._adapters.append_to(packed)
