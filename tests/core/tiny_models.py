@@ -24,7 +24,19 @@ ARCHITECTURES = {
     "mamba": {"state_size": 8},
 }
 LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12}
-MORE = {"youtu": {**LATENT, "num_key_value_heads": 4}}  # latent attention, without experts
+MORE = {
+    "youtu": {**LATENT, "num_key_value_heads": 4},  # latent attention, without experts
+    "qwen3_5_text": {  # a gated delta rule in one layer, attention in the other
+        "head_dim": 8,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 12,
+        "layer_types": ["linear_attention", "full_attention"],
+    },
+    # counts its positions by itself
+    "gptj": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "rotary_dim": 4},
+}
 
 
 @functools.cache

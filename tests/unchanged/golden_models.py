@@ -9,9 +9,10 @@ from typing import Any
 import torch
 import transformers
 
-sys.path.extend(str(Path(__file__).parents[1] / folder) for folder in (".", "core", "engine"))
+sys.path.extend(str(Path(__file__).parents[1] / folder) for folder in (".", "core", "engine", "seq2seq"))
 
 from tiny_models import VOCAB_SIZE, tiny_model
+from tiny_whisper import tiny_whisper
 from weights import draw_matrices
 
 from torchax_serve import EngineOptions
@@ -34,13 +35,13 @@ class GoldenModel:
         make: Makes the module.
         engine: Fields of `EngineOptions` besides `SMALL`.
         options: Further arguments of `serve`.
-        is_encoder_decoder: Whether prompts are the encoder's.
+        takes_text: Whether requests have token ids only; False: there are programs of it, and no answers here.
     """
 
     make: Callable[[], Any]
     engine: dict[str, Any] = dataclasses.field(default_factory=dict)
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
-    is_encoder_decoder: bool = False
+    takes_text: bool = True
 
     def engine_options(self):
         return EngineOptions(**{**SMALL, **self.engine})
@@ -67,17 +68,24 @@ def _of(model_type):
     return lambda: tiny_model(model_type)
 
 
+def _speech():
+    return tiny_whisper(encoder_layers=1, num_mel_bins=8, max_source_positions=32)
+
+
 MODELS: dict[str, GoldenModel] = {
     "packed": GoldenModel(_of("llama")),
     "few pages": GoldenModel(_of("llama"), {"kv_cache_memory_bytes": 512 * 4 * FEW_PAGES}),
     "head_dim": GoldenModel(_of("qwen3"), {"max_num_steps": 3}),
     "windowed": GoldenModel(_of("gemma3_text")),
     "learned positions": GoldenModel(_of("gpt2")),
-    "alibi": GoldenModel(_of("bloom")),
     "experts": GoldenModel(_of("mixtral")),
     "latent": GoldenModel(_of("youtu")),
+    "hybrid": GoldenModel(_of("qwen3_5_text")),
     "recurrent": GoldenModel(_of("mamba")),
-    "encoder-decoder": GoldenModel(_bart, {"max_encoder_len": 32}, is_encoder_decoder=True),
+    "own positions": GoldenModel(_of("gptj")),
+    "per-sequence": GoldenModel(_of("bloom")),
+    "encoder-decoder": GoldenModel(_bart, {"max_encoder_len": 32}),
+    "speech": GoldenModel(_speech, takes_text=False),
     "adapters": GoldenModel(_adapted, options={"adapters": ("red", "blue")}),
     "drafts": GoldenModel(_of("llama"), {"speculative": {"method": "ngram", "num_speculative_tokens": 3}}),
     "int8": GoldenModel(_of("llama"), options={"quantization": "int8"}),

@@ -1,8 +1,9 @@
-"""Writes a digest of each lowered program of tiny models, or compares them with those written before.
+"""Digests of the lowered programs of tiny models: where they are equal, a change has not touched the device's part.
 
-``python tests/unchanged/step_digests.py FILE`` writes; with ``--check`` it compares. The programs are those that a
-warm-up compiles (`compile_tasks`), those that `plan` traces (`abstract_steps`), and those of some requests. Equal
-StableHLO means that a change has not touched the device's part.
+``python tests/unchanged/step_digests.py write`` writes those of all models to `step_digests.json`, ``check`` compares
+with it; a file may follow. *Planned* are the steps that `plan` traces (`abstract_steps`), which the suite compares,
+too; *programs* are what a warm-up compiles (`compile_tasks`) and some requests need. A change that is meant to change
+programs writes the file anew.
 """
 
 import argparse
@@ -10,8 +11,6 @@ import collections
 import contextlib
 import functools
 import hashlib
-import json
-import os
 import re
 import sys
 import tempfile
@@ -22,11 +21,13 @@ import jax
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import recorded
 from golden_models import MODELS, served
 
 from torchax_serve import SamplingParams
 from torchax_serve.compilation.executable_cache import ExecutableCache
 
+FILE = recorded.FOLDER / "step_digests.json"
 PREFILL_LENS = (5, 16)
 
 
@@ -64,49 +65,74 @@ class Recorder:
             jax.stages.Lowered.compile, ExecutableCache.read = compile_lowered, read
 
     def add(self, text):
-        text = re.sub(r"(module @\w+?)_[0-9a-f]{40}", r"\1", text)  # names of files have a digest of our source
-        name, *_ = re.findall(r"module @(\w+)", text) or ["?"]
-        self.digests[name].add(hashlib.sha256(text.encode()).hexdigest()[:16])
+        name = re.sub(r"_[0-9a-f]{40}$", "", _NAME.search(text)[1])  # names of files have a digest of our source
+        self.digests[name].add(digest(text))
 
     def result(self):
         return {name: sorted(found) for name, found in sorted(self.digests.items())}
 
 
-def digests_of(name, root):
-    """Digests of the programs of the model `name`."""
+_NAME, _RESULT = re.compile(r"module @(\w+)"), re.compile(r'jax\.result_info = "[^"]*"')
+
+
+def digest(text):
+    """A digest of StableHLO without the names of its function and of fields of results, which a rename may change."""
+    return hashlib.sha256(_RESULT.sub("", _NAME.sub("module", text)).encode()).hexdigest()[:16]
+
+
+def planned(model):
+    """Digests of the steps of a served model that `plan` traces."""
+    found = {}
+    for step in model.engine._runner._executor.abstract_steps(PREFILL_LENS):
+        program = jax.jit(step.function, donate_argnums=tuple(1 + index for index in step.donated))  # behind weights
+        found[f"{step.name} {step.num_tokens}"] = digest(program.lower(model.runtime.weights, *step.args).as_text())
+    return found
+
+
+def programs(model, *, takes_text=True):
+    """Digests of all programs of a served model; nothing may have been compiled for it before."""
     recorder = Recorder()
-    with served(name, root) as model, recorder.recording():
-        runner = model.engine._runner
-        model.generate_batch([[5, 6, 7], [8, 9]], SamplingParams(max_new_tokens=4, repetition_penalty=1.1))
-        for task in runner._executor.abstract_steps(PREFILL_LENS):
-            lowered = jax.jit(task.function, donate_argnums=task.donated).lower(model._runtimes[0].weights, *task.args)
-            recorder.add(lowered.as_text())
+    with recorder.recording():
+        if takes_text:
+            model.generate_batch([[5, 6, 7], [8, 9]], SamplingParams(max_new_tokens=4, repetition_penalty=1.1))
         recorder.compiles = False
-        for task in runner.compile_tasks():
+        for task in model.engine._runner.compile_tasks():
             task.compile()
     return recorder.result()
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("file", type=Path)
-    parser.add_argument("--check", action="store_true", help="compare with the file in place of writing it")
-    arguments = parser.parse_args()
-    if os.environ.get("PYTHONHASHSEED") != "0":  # the order of sets decides about the order of some arguments
-        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, "PYTHONHASHSEED": "0"})
+def all_digests(names=()):
+    """Both kinds of all models, or of those whose names have a part of `names`."""
+    found = {"planned": {}, "programs": {}}
     with tempfile.TemporaryDirectory() as root, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found = {name: digests_of(name, Path(root)) for name in MODELS}
-    number = sum(len(each) for programs in found.values() for each in programs.values())
-    if not arguments.check:
-        arguments.file.write_text(json.dumps(found, indent=1))
-        print(f"{number} digests written")
+        for name in MODELS:
+            if names and not any(each in name for each in names):
+                continue
+            with served(name, Path(root)) as model:
+                found["planned"][name] = planned(model)
+                found["programs"][name] = programs(model, takes_text=MODELS[name].takes_text)
+            print(f"{name}: {sum(map(len, found['programs'][name].values()))} programs", file=sys.stderr)
+    return found
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("action", choices=["write", "check"])
+    parser.add_argument("file", type=Path, nargs="?", default=FILE)
+    parser.add_argument("--only", nargs="*", default=[], help="parts of names of models")
+    arguments = parser.parse_args()
+    found = all_digests(arguments.only)
+    if arguments.action == "write":
+        recorded.write(arguments.file, found)
         return
-    wanted = json.loads(arguments.file.read_text())
-    different = [(m, p) for m in wanted for p in {**wanted[m], **found[m]} if wanted[m].get(p) != found[m].get(p)]
-    print(*different, sep="\n")
-    print(f"{number} digests, {len(different)} programs differ")
-    sys.exit(bool(different))
+    wanted, is_same = recorded.read(arguments.file)
+    if not is_same:
+        sys.exit(f"{arguments.file} is of other versions; compare with a commit (tests/unchanged/compare.py)")
+    wanted = {kind: {name: models[name] for name in found[kind]} for kind, models in wanted.items()}
+    places = list(recorded.differences(wanted, found))
+    print(*places, f"{len(places)} differences", sep="\n")
+    sys.exit(bool(places))
 
 
 if __name__ == "__main__":

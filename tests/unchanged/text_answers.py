@@ -5,6 +5,7 @@ folder has the model of a start record.
 """
 
 import json
+import math
 import sys
 from pathlib import Path
 
@@ -15,11 +16,13 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from request_walk import serving
 from torchax_serve import SamplingParams, serve
 
+MAX_SHOWN = 8
+
 
 def jsonable(value):
-    """Floats by their bits, tuples as lists."""
+    """The same as JSON reads it: tuples as lists, numbers as Python has them."""
     if isinstance(value, float | np.floating):
-        return float(value).hex()
+        return float(value)
     if isinstance(value, dict):
         return {str(key): jsonable(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -38,7 +41,12 @@ def outcome(call):
 def logprobs_of(found):
     if found is None:
         return None
-    return [None if each is None else [each.token_id, each.logprob, each.top, each.rank] for each in found]
+    return [None if each is None else [each.token_id, each.logprob, _of_top(each.top), each.rank] for each in found]
+
+
+def _of_top(top):
+    """The likeliest tokens; of a long list the first ones, their number, and the sum of all."""
+    return top if len(top) <= MAX_SHOWN else [*top[:MAX_SHOWN], len(top), math.fsum(value for _, value in top)]
 
 
 def completion(each):
