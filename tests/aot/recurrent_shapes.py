@@ -19,7 +19,17 @@ from model_adapters.ops import (
 
 
 @dataclass(frozen=True)
-class DeltaShape:
+class LayerShape:
+    """A call of a recurrent layer: dtype of its operands, segments, tokens, and rows of the pool of states."""
+
+    dtype: str = "bfloat16"
+    num_segments: int = 32
+    num_tokens: int = 32
+    num_rows: int = 65
+
+
+@dataclass(frozen=True)
+class DeltaShape(LayerShape):
     """A call of the gated delta rule: heads of states [dim, width], tokens and segments."""
 
     key_heads: int = 16
@@ -27,10 +37,6 @@ class DeltaShape:
     dim: int = 128
     width: int = 128
     by_column: bool = False
-    dtype: str = "bfloat16"
-    num_segments: int = 32
-    num_tokens: int = 32
-    num_rows: int = 65
 
     op = "gated_delta_rule"
 
@@ -58,17 +64,13 @@ class DeltaShape:
 
 
 @dataclass(frozen=True)
-class SpaceShape:
+class SpaceShape(LayerShape):
     """A call of the state space layer: heads of states [dim, states], tokens and segments."""
 
     heads: int = 64
     dim: int = 64
     groups: int = 8
     states: int = 128
-    dtype: str = "bfloat16"
-    num_segments: int = 32
-    num_tokens: int = 32
-    num_rows: int = 65
 
     op = "state_space"
 
@@ -95,16 +97,12 @@ class SpaceShape:
 
 
 @dataclass(frozen=True)
-class ScanShape:
+class ScanShape(LayerShape):
     """A call of the selective scan: channels of states [states], tokens and segments."""
 
     channels: int = 8192
     states: int = 16
     groups: int = 1
-    dtype: str = "bfloat16"
-    num_segments: int = 32
-    num_tokens: int = 32
-    num_rows: int = 65
 
     op = "selective_scan"
 
@@ -127,14 +125,10 @@ class ScanShape:
 
 
 @dataclass(frozen=True)
-class RecurrenceShape:
+class RecurrenceShape(LayerShape):
     """A call of the linear recurrence: channels, tokens and segments."""
 
     channels: int = 2560
-    dtype: str = "bfloat16"
-    num_segments: int = 32
-    num_tokens: int = 32
-    num_rows: int = 65
 
     op = "linear_recurrence"
 
