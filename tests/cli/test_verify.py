@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 
 import torchax_serve.parity.verify
 from model_adapters import attention
-from model_adapters.errors import InvalidArgumentError, UnsupportedModelError
+from model_adapters.errors import CheckpointError, InvalidArgumentError, UnsupportedModelError
 from torchax_serve.cli.main import app
 from torchax_serve.parity.verify import Difference, verify
 
@@ -306,3 +306,10 @@ def test_model_of_sound_reads_noise(tmp_path):
     assert (
         "--prompt: expected none for Wav2Vec2ForCTC, which reads input_values, got one; leave it out" in result.output
     )
+
+
+def test_broken_files_of_a_processor_are_named(tmp_path):
+    tiny_vit(tmp_path)
+    (tmp_path / "preprocessor_config.json").write_text('{"image_processor_type": "NoImageProcessor"}')
+    with pytest.raises(CheckpointError, match=r"the files in .* do not make an image processor \(.*get them again"):
+        verify(tmp_path)

@@ -9,6 +9,7 @@ import transformers as tf
 from weights import draw_matrices
 
 from torchax_serve import UnsupportedModelError, serve
+from torchax_serve.entrypoints.task_model import TaskModel
 
 NUM_LABELS = 91
 """More than words: 91 labels that no number of devices divides."""
@@ -124,7 +125,20 @@ def check_task_heads(kind, degrees):
         with serve(own, tensor_parallel=degree) as served:
             found = served(**inputs)
             divided = [name for name, each in served.runtime.weights.items() if not each.is_fully_replicated]
+            if isinstance(served, TaskModel):
+                _check_refusals({"plan": served.plan, "export": functools.partial(served.export, "folder")})
         assert divided, "expected weights that are divided"
         for name, value in wanted.items():
             torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-4)
         yield degree
+
+
+def _check_refusals(calls):
+    """Checks that calls say, each under its name, that they are for one device."""
+    for name, call in calls.items():
+        try:
+            call()
+        except UnsupportedModelError as error:
+            assert str(error).startswith(f"{name}: expected a model on one device"), error
+        else:
+            raise AssertionError(f"expected an error of {name}")

@@ -51,8 +51,28 @@ def test_bundle_of_a_head(folders, tmp_path):
     with serve(version) as bundle:
         found = bundle(pixel_values=pixels.numpy())
     np.testing.assert_allclose(found["logits"], wanted, atol=1e-5)
-    with serve(path, quantization="int8") as served, pytest.raises(UnsupportedModelError, match=r"export: .* dense"):
-        served.export(tmp_path / "quantized")
+
+
+@pytest.mark.parametrize("preset", ["int8", "int4"])
+def test_bundle_of_a_quantized_head(folders, tmp_path, preset):
+    path, eager = folders("vit")
+    pixels = torch.randn(3, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        dense = eager(pixels).logits.numpy()
+    with serve(path, quantization=preset) as served:
+        wanted = served.infer({"pixel_values": pixels.numpy()})["logits"]
+        plan = served.plan()
+        version = served.export(tmp_path / "bundle", engine=EngineOptions(max_num_seqs=4), reference=False)
+        with pytest.raises(InvalidArgumentError, match=r"platforms: expected cpu, .* got h100"):
+            served.export(tmp_path / "other", platforms=["cuda:h100"])
+    assert plan.weight_bytes < 0.7 * 4 * sum(each.numel() for each in eager.parameters())
+    with serve(version) as bundle:
+        found = bundle(pixel_values=pixels.numpy())["logits"]
+        assert preset in bundle.manifest["model"]["quantization"]
+    np.testing.assert_allclose(found, wanted, atol=1e-5)
+    assert 1e-4 < np.abs(found - dense).max() < (0.1 if preset == "int8" else 1.0)
+    files = [tmp_path / "bundle" / "1" / "weights.safetensors", path / "model.safetensors"]
+    assert files[0].stat().st_size < 0.7 * files[1].stat().st_size
 
 
 def test_classify_images(folders):

@@ -13,6 +13,7 @@ import torch
 from jax.sharding import Mesh, NamedSharding
 
 from model_adapters.errors import InvalidArgumentError, TorchaxServeError, UnsupportedModelError
+from model_adapters.ops.compressed_weight import Weight
 from torchax_serve.distributed.mesh import mesh_for
 from torchax_serve.modules.named_dims import BATCH, MAX_ROWS, NamedCall, dims_of_forward, joined
 from torchax_serve.modules.plan import ModulePlan, plan_of
@@ -40,6 +41,7 @@ class ModuleModel:
         quantization: Preset, file or list of rules, as for `torchax_serve.serve`; weights of linear layers are stored
             quantized.
         mesh, tensor_parallel: Devices on the axes ``model``, which divide the weights, and ``data``, which divide rows.
+        weights: Arrays and quantized weights by name, in place of the module's own values; None: those.
 
     Attributes:
         name: As above.
@@ -58,13 +60,15 @@ class ModuleModel:
         quantization: Any = None,
         mesh: Mesh | Mapping[str, int] | None = None,
         tensor_parallel: int | None = None,
+        weights: Mapping[str, Weight] | None = None,
     ) -> None:
         self.name = name or type(module).__name__
         forward = type(module).forward
         self.dims = dims_of_forward(forward, dims)
         self._signature = inspect.signature(forward.__get__(module))
+        runtime = None if weights is None else ModuleRuntime(module, weights, is_diffusers=False)
         self._module: torch.nn.Module | None = module_to_jax(
-            module, quantization=quantization, mesh=mesh_for(mesh, tensor_parallel)
+            module, runtime, quantization=quantization, mesh=mesh_for(mesh, tensor_parallel)
         )
         self._queue = PoolingQueue()
         self._checked: set[Any] = set()

@@ -11,11 +11,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoFeatureExtractor, AutoImageProcessor
 
-from model_adapters.errors import CheckpointError, InvalidArgumentError, UnsupportedModelError
+from model_adapters.errors import InvalidArgumentError, UnsupportedModelError
 from model_adapters.loading import LoadedModel
-from model_adapters.ops.quantized_weight import QuantizedWeight
 from torchax_serve.distributed.hosts.leader import Leader
 from torchax_serve.engine.options import EngineOptions
 from torchax_serve.entrypoints.module_model import ModuleModel
@@ -24,18 +22,12 @@ from torchax_serve.generation.jax_forward import following
 from torchax_serve.modules.named_dims import BATCH, MAX_ROWS
 from torchax_serve.modules.plan import ModulePlan
 from torchax_serve.pooling.queue import QueuedTexts
+from torchax_serve.tasks.checkpoint_readers import FILES, checkpoint_reader
 from torchax_serve.tasks.heads import Head, heads_of, methods_of
 from torchax_serve.tasks.host_forward import PARTS, on_host
-from torchax_serve.tasks.plain_forward import inputs_of_noise, plain_module
+from torchax_serve.tasks.plain_forward import PLAIN_MODEL, inputs_of_noise, plain_module
 from torchax_serve.tasks.task_pipeline import TaskPipeline
 from torchax_serve.validation.argument_hints import refuses_unknown
-
-_FILES = ("preprocessor_config.json", "processor_config.json")
-_READERS: dict[str, Any] = {
-    "image_processor": AutoImageProcessor,
-    "feature_extractor": AutoFeatureExtractor,
-}
-"""What reads inputs, by the argument of transformers' pipelines."""
 
 
 class TaskModel(ServedModel):
@@ -131,12 +123,12 @@ class TaskModel(ServedModel):
             options: `platforms`, `weights`, `native`, `reference` and `advance`, as of `ServedModel.export`.
 
         Raises:
-            UnsupportedModelError: quantized weights, a mesh, or a forward that reads values of tensors.
+            UnsupportedModelError: a mesh, or a forward that reads values of tensors.
             TorchaxServeError: the disk is full, or a package is missing.
         """
-        rows = 1 << (MAX_ROWS if engine is None or engine.max_num_seqs is None else engine.max_num_seqs).bit_length()
-        sizes = [1 << power for power in range(rows.bit_length() - 1)]
-        with self._as_module(inputs) as (model, given):
+        most = MAX_ROWS if engine is None or engine.max_num_seqs is None else engine.max_num_seqs
+        sizes = [1 << power for power in range(most.bit_length())]
+        with self._as_module("export", inputs) as (model, given):
             return model.export(out, kwargs=given, sizes={BATCH: sizes}, **options)
 
     def plan(self, inputs: Mapping[str, np.ndarray] | None = None) -> ModulePlan:
@@ -148,26 +140,26 @@ class TaskModel(ServedModel):
         Raises:
             UnsupportedModelError: as of `export`.
         """
-        with self._as_module(inputs) as (model, given):
+        with self._as_module("plan", inputs) as (model, given):
             return model.plan(kwargs=given)
 
     @contextlib.contextmanager
     def _as_module(
-        self, inputs: Mapping[str, np.ndarray] | None
+        self, caller: str, inputs: Mapping[str, np.ndarray] | None
     ) -> Iterator[tuple[ModuleModel, dict[str, torch.Tensor]]]:
-        """Gives the forward as a module of tensors, and arguments for it."""
+        """Gives the forward as a module of tensors, and arguments for it; errors name the `caller`."""
         if self.runtime.program.sharding is not None:
-            raise UnsupportedModelError("export: expected a model on one device, got one on a mesh; serve it without")
-        if any(isinstance(weight, QuantizedWeight) for weight in self.runtime.weights.values()):
             raise UnsupportedModelError(
-                "export: expected a model with dense weights, got a quantized one; serve it without quantization"
+                f"{caller}: expected a model on one device, got one on a mesh; serve it without"
             )
         found: Mapping[str, Any] = inputs_of_noise(self._loaded_or_raise()) if inputs is None else inputs
         self._check_inputs(found)
         given = {name: torch.as_tensor(value) for name, value in found.items()}
         given = {name: each.to(self.dtype) if each.is_floating_point() else each for name, each in given.items()}
         dims = {name: (BATCH, *[None] * (value.ndim - 1)) for name, value in given.items()}
-        with ModuleModel(plain_module(self._module, list(given)), dims=dims, name=self.name) as model:
+        module = plain_module(self._module, list(given))
+        weights = {f"{PLAIN_MODEL}.{name}": each for name, each in self.runtime.weights.items()}
+        with ModuleModel(module, dims=dims, name=self.name, weights=weights) as model:
             yield model, given
 
     def _check_inputs(self, inputs: Mapping[str, np.ndarray]) -> None:
@@ -270,32 +262,14 @@ class TaskModel(ServedModel):
             CheckpointError: its files are broken.
         """
         if name not in self._readers:
-            self._readers[name] = self._read(name)
+            found = checkpoint_reader(self._loaded_or_raise(), name)
+            if found is None:
+                raise InvalidArgumentError(
+                    f"{self.name} has no {name.replace('_', ' ')} ({' or '.join(FILES)}), which makes the model's "
+                    "inputs; put its files next to the weights"
+                )
+            self._readers[name] = found
         return self._readers[name]
-
-    def _read(self, name: str) -> Any:
-        loaded, words = self._loaded_or_raise(), name.replace("_", " ")
-        folder = loaded.files_folder
-        if folder is None or not any((folder / file).is_file() for file in _FILES):
-            raise InvalidArgumentError(
-                f"{self.name} has no {words} ({' or '.join(_FILES)}), which makes the model's inputs; put its files "
-                "next to the weights"
-            )
-        try:
-            return _READERS[name].from_pretrained(
-                folder, local_files_only=True, trust_remote_code=loaded.trust_remote_code
-            )
-        except ImportError as error:
-            lines = str(error).strip().splitlines()
-            raise UnsupportedModelError(
-                f"{self.name}: expected the packages of its {words}, got {' '.join(lines[:2])}; install what is missing"
-            ) from error
-        except Exception as error:  # classes of processors raise whatever they like
-            lines = str(error).strip().splitlines() or [type(error).__name__]
-            raise CheckpointError(
-                f"the files in {folder} do not make {'an' if words[0] == 'i' else 'a'} {words} ({lines[0]}): get them "
-                "again"
-            ) from error
 
     def _own_tokenizer(self) -> Any:
         """Returns the tokenizer; raises InvalidArgumentError if the model came without one."""

@@ -20,6 +20,7 @@ from model_adapters.ops.compressed_weight import CompressedWeight, Weight, Weigh
 from model_adapters.ops.cpu import build, ffi
 from model_adapters.ops.memory_layout import experts_by_output
 from model_adapters.ops.quantized_weight import QuantizedWeight
+from model_adapters.quantization.loading import describe_weights
 from torchax_serve import __version__
 from torchax_serve.engine.factory import memory_budget
 from torchax_serve.engine.options import EngineOptions
@@ -186,7 +187,9 @@ def export_module(exporter: ModuleExporter, out: Path, request: ExportRequest) -
     check_format(request.weights)
     targets = request.targets()
     runtime, described = exporter.runtime, exporter.described()
-    names, tensors = named_tensors(runtime.weights)
+    weights = _portable(runtime.weights)
+    _check_layout(weights, targets)
+    names, tensors = named_tensors(weights)
     with new_version(out, sum(array.nbytes for array in tensors.values())) as new:
         programs = ProgramWriter(
             names, {name: _shape_of(array) for name, array in tensors.items()}, new.folder, request.advance
@@ -201,8 +204,8 @@ def export_module(exporter: ModuleExporter, out: Path, request: ExportRequest) -
                 "class": type(runtime.module).__name__,
                 "model_type": MODULE,
                 "dtype": next(iter(dtypes), "float32"),
-                "quantization": None,
-                "requantized": False,
+                "quantization": describe_weights(weights),
+                "requantized": "",
                 "config": {},
             },
             "tokenizer": None,

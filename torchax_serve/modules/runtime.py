@@ -27,6 +27,7 @@ from model_adapters.errors import TorchaxServeError, UnsupportedArgumentError, U
 from model_adapters.jax_settings import programs_run
 from model_adapters.lowerings.missing import missing_operators
 from model_adapters.ops import spmd
+from model_adapters.ops.compressed_weight import Weight
 from model_adapters.program.module_program import Constant, ModuleCall, ModuleProgram
 from model_adapters.program.module_watch import ModuleWatch, Structure
 from model_adapters.program.static_tensors import StaticTensor, can_be_static
@@ -72,7 +73,7 @@ class ModuleRuntime:
 
     Args:
         module: A module on the CPU.
-        weights: Arrays by name; None: the module's tensors, in shared memory if the device is the CPU.
+        weights: Arrays and quantized weights by name; None: the module's tensors, in shared memory on a CPU.
         programs: Cache of its programs; None: one in memory.
         mesh: Devices that share `weights`; None: one.
         stays_on_device: Whether tensors of results are `DeviceTensor`, rather than copies on the CPU.
@@ -90,7 +91,7 @@ class ModuleRuntime:
     def __init__(
         self,
         module: torch.nn.Module,
-        weights: Mapping[str, jax.Array] | None = None,
+        weights: Mapping[str, Weight] | None = None,
         programs: ExecutableCache | None = None,
         mesh: Mesh | None = None,
         stays_on_device: bool = False,

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoFeatureExtractor, AutoImageProcessor
 
 from model_adapters.errors import UnsupportedModelError
 from model_adapters.loading import LoadedModel
 from torchax_serve.generation.model_copies import with_values
+from torchax_serve.tasks.checkpoint_readers import checkpoint_reader
 
 IMAGE_SIZE = (480, 640)
 """Height and width of an image whose size the processor decides."""
@@ -20,6 +20,8 @@ SOUND_S = 1.0
 """Seconds of sound."""
 SAMPLING_RATE = 16_000
 """Samples per second where no feature extractor names another number."""
+PLAIN_MODEL = "model"
+"""Name of the model in its plain module."""
 SOUNDS = ("input_values", "input_features")
 """Main inputs of models of sound."""
 
@@ -33,13 +35,13 @@ def plain_module(model: Any, names: Sequence[str]) -> torch.nn.Module:
     """
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
-        fields = self.model(**dict(zip(names, args, strict=False)), **kwargs, return_dict=True)
+        fields = getattr(self, PLAIN_MODEL)(**dict(zip(names, args, strict=False)), **kwargs, return_dict=True)
         return {name: value for name, value in fields.items() if isinstance(value, torch.Tensor)}
 
     parameters = [inspect.Parameter(each, inspect.Parameter.POSITIONAL_OR_KEYWORD) for each in ("self", *names)]
     vars(forward)["__signature__"] = inspect.Signature(parameters)
     module: torch.nn.Module = type(type(model).__name__, (torch.nn.Module,), {"forward": forward})()
-    module.model = with_values(model)
+    setattr(module, PLAIN_MODEL, with_values(model))
     return module
 
 
@@ -49,17 +51,18 @@ def inputs_of_noise(loaded: LoadedModel) -> dict[str, torch.Tensor]:
     They are what the checkpoint's processor makes of noise. Without one the sizes are those of the configuration.
 
     Raises:
-        UnsupportedModelError: the model reads something else, or nothing says of what size.
+        UnsupportedModelError: the model reads something else, nothing says of what size, or a package is missing.
+        CheckpointError: the files of the processor are broken.
     """
     name, random = loaded.module.main_input_name, np.random.default_rng(0)
     if name == "pixel_values":
-        reader = _reader(AutoImageProcessor, loaded)
+        reader = checkpoint_reader(loaded, "image_processor")
         if reader is not None:
             return _accepted(loaded, reader(random.integers(0, 256, (*IMAGE_SIZE, 3), np.uint8), return_tensors="pt"))
         if (shape := _image_shape(loaded.config)) is not None:
             return {name: torch.from_numpy(random.standard_normal((1, *shape), np.float32))}
     if name in SOUNDS:
-        reader = _reader(AutoFeatureExtractor, loaded)
+        reader = checkpoint_reader(loaded, "feature_extractor")
         rate = getattr(reader, "sampling_rate", SAMPLING_RATE)
         samples = 0.1 * random.standard_normal(int(SOUND_S * rate)).astype(np.float32)
         if reader is not None:
@@ -70,14 +73,6 @@ def inputs_of_noise(loaded: LoadedModel) -> dict[str, torch.Tensor]:
         f"inputs: expected a model that reads tokens, images or sound, with the files of its processor, got "
         f"{type(loaded.module).__name__}, which reads {name}; put them next to the weights, or give inputs in Python"
     )
-
-
-def _reader(auto: Any, loaded: LoadedModel) -> Any:
-    """Returns the checkpoint's processor; None without its files."""
-    folder = loaded.files_folder
-    if folder is None or not any(folder.glob("*processor_config.json")):
-        return None
-    return auto.from_pretrained(folder, local_files_only=True, trust_remote_code=loaded.trust_remote_code)
 
 
 def _image_shape(config: Any) -> tuple[int, int, int] | None:
