@@ -16,7 +16,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "server"))
 from test_audio import file_of
 from timed_whisper import noise, timed_whisper
 
-from torchax_serve.server.audio import MAX_FIELDS, TranscriptionRequest
+from torchax_serve.server.audio import TranscriptionRequest
+from torchax_serve.server.forms import MAX_FIELDS
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Explicitly requested dtype int64:UserWarning"),

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast
 
 import numpy as np
-from starlette.datastructures import FormData, UploadFile
-from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
@@ -19,6 +16,7 @@ from torchax_serve.server.audio_files import decode_audio
 from torchax_serve.server.body import check_scalars
 from torchax_serve.server.context import ServerContext, context_of
 from torchax_serve.server.errors import ApiError, bad_request
+from torchax_serve.server.forms import read_form
 from torchax_serve.server.request_fields import ApiRequest, ModelName, honoured, no_effect, refused
 from torchax_serve.server.sse import EventStream, until_disconnect
 
@@ -26,8 +24,6 @@ if TYPE_CHECKING:
     from torchax_serve.entrypoints.speech_model import SpeechModel  # imports torch, which a recorded start needs not
 
 TIMED_FORMATS = ("verbose_json", "srt", "vtt")
-MAX_FIELDS = 32
-MAX_FIELD_BYTES = 65536
 _NUMBERS = frozenset({"temperature"})
 _FLAGS = frozenset({"stream"})
 _SPEAKERS = frozenset({"known_speaker_names", "known_speaker_references"})
@@ -162,43 +158,16 @@ def _check_form(model: SpeechModel, body: TranscriptionRequest) -> None:
 
 async def _read_form(request: Request, context: ServerContext) -> tuple[dict[str, Any], bytes]:
     """Returns the fields of a form, and the bytes of its file."""
-    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "multipart/form-data":
-        raise ApiError(415, "expected the header Content-Type: multipart/form-data, got another")
-    limits = context.options.connection
-    parser = MultiPartParser(
-        request.headers, request.stream(), max_files=1, max_fields=MAX_FIELDS, max_part_size=MAX_FIELD_BYTES
-    )
-    parser.spool_max_size = limits.max_body_bytes  # in memory: nothing is written to disk
-    try:
-        async with asyncio.timeout(limits.body_timeout_s):
-            form = await parser.parse()
-    except TimeoutError as error:
-        raise ApiError(408, f"expected the body within {limits.body_timeout_s:g} s; send it at once") from error
-    except (MultiPartException, KeyError, ValueError) as error:
-        raise bad_request("expected a form of multipart/form-data with a file, got something else") from error
-    try:
-        fields, data = await _fields_of(form)
-    finally:
-        await form.close()
-    check_scalars(fields)
-    if not data:
-        raise bad_request("file: expected an audio file, got none", "file", "missing_required_parameter")
-    return fields, data
-
-
-async def _fields_of(form: FormData) -> tuple[dict[str, Any], bytes | None]:
-    """Returns the fields of a parsed form, and the bytes of its file if there is one."""
-    data: bytes | None = None
+    given, data = await read_form(request, context.options.connection, "file")
     fields: dict[str, Any] = {}
-    for name, value in form.multi_items():
-        if isinstance(value, UploadFile):
-            if name != "file":
-                raise bad_request(f"expected the file as field file, got {name[:60]!r}", "file", "invalid_value")
-            data = await value.read()
-        elif name.removesuffix("[]") in _LISTS:
+    for name, value in given:
+        if name.removesuffix("[]") in _LISTS:
             fields.setdefault(name.removesuffix("[]"), []).append(value)
         else:
             fields[name] = _number(name, value) if name in _NUMBERS else _flag(value) if name in _FLAGS else value
+    check_scalars(fields)
+    if not data:
+        raise bad_request("file: expected an audio file, got none", "file", "missing_required_parameter")
     return fields, data
 
 
