@@ -258,10 +258,10 @@ def test_masks_of_prompts(folders):
     processor = SamProcessor(AutoImageProcessor.from_pretrained(path))
     image = task_models.images()[1]
 
-    def theirs(**prompts):
+    def theirs(*, multimask_output=True, **prompts):
         inputs = processor(image, return_tensors="pt", **prompts)
         with torch.no_grad():
-            output = eager(**inputs)
+            output = eager(**inputs, multimask_output=multimask_output)
         masks = processor.post_process_masks(
             output.pred_masks, inputs["original_sizes"], inputs["reshaped_input_sizes"]
         )
@@ -273,6 +273,10 @@ def test_masks_of_prompts(folders):
             (served.masks(image, points=[(20, 10), (40, 20)]), theirs(input_points=[[[20, 10], [40, 20]]])),
             (served.masks(image, boxes=boxes), theirs(input_boxes=[boxes])),
             (asyncio.run(served.amasks(image, boxes=boxes[0])), theirs(input_boxes=[boxes[:1]])),
+            (
+                served.masks(image_id=served.image_id(image), boxes=boxes, multimask_output=False),
+                theirs(input_boxes=[boxes], multimask_output=False),
+            ),
         ):
             for objects, of_masks, of_scores in zip(found, masks, scores, strict=True):
                 np.testing.assert_allclose([e.score for e in objects], -np.sort(-of_scores), atol=1e-4)

@@ -212,11 +212,13 @@ class VisionModel(TaskModel):
     @refuses_unknown
     def masks(
         self,
-        image: ImageLike,
+        image: ImageLike | None = None,
         *,
         points: Sequence[tuple[float, float]] | None = None,
         labels: Sequence[int] | None = None,
         boxes: Sequence[Any] | None = None,
+        multimask_output: bool = True,
+        image_id: str | None = None,
         timeout_s: float | None = None,
         queue_timeout_s: float | None = None,
     ) -> list[list[PromptedMask]]:
@@ -229,40 +231,67 @@ class VisionModel(TaskModel):
             points: pixels (x, y) of one object.
             labels: 1 for points inside of the object, 0 for those outside; None: all are inside.
             boxes: (left, top, right, bottom) in pixels, one or several, each of an object.
+            multimask_output: three candidates of each object, for prompts that may mean several things; False: one.
+            image_id: `image_id` of an image that had a prompt before, in place of `image`.
             timeout_s, queue_timeout_s: as in `classify_images`, and errors likewise.
+
+        Raises:
+            InvalidArgumentError: also an `image_id` whose embedding is not kept.
         """
-        (found,) = self._prompting(image, points, labels, boxes).run(timeout_s, queue_timeout_s)
+        call = self._prompting(image, image_id, points, labels, boxes, multimask_output)
+        (found,) = call.run(timeout_s, queue_timeout_s)
         return list(found)
 
     @refuses_unknown
     async def amasks(
         self,
-        image: ImageLike,
+        image: ImageLike | None = None,
         *,
         points: Sequence[tuple[float, float]] | None = None,
         labels: Sequence[int] | None = None,
         boxes: Sequence[Any] | None = None,
+        multimask_output: bool = True,
+        image_id: str | None = None,
         timeout_s: float | None = None,
         queue_timeout_s: float | None = None,
     ) -> list[list[PromptedMask]]:
         """Works as `masks` without blocking the event loop; cancelling ends it."""
-        (found,) = await self._prompting(image, points, labels, boxes).run_async(timeout_s, queue_timeout_s)
+        call = self._prompting(image, image_id, points, labels, boxes, multimask_output)
+        (found,) = await call.run_async(timeout_s, queue_timeout_s)
         return list(found)
+
+    def image_id(self, image: ImageLike) -> str:
+        """Returns a name of the image by its pixels, which `masks` takes in its place.
+
+        It does while the embedding is kept.
+
+        Raises:
+            UnsupportedModelError: the model finds no masks of prompts.
+            InvalidArgumentError: an image that cannot be read.
+        """
+        self._head_for("masks")
+        return self._mask_decoder.id_of(_one_image(image))
 
     @functools.cached_property
     def _mask_decoder(self) -> MaskDecoder:
         return MaskDecoder(self._module, self.runtime, self._reader("image_processor"))
 
-    def _prompting(self, image: ImageLike, points: Any, labels: Any, boxes: Any) -> QueuedTexts:
+    def _prompting(
+        self, image: ImageLike | None, image_id: str | None, points: Any, labels: Any, boxes: Any, multimask: bool
+    ) -> QueuedTexts:
         self._head_for("masks")
-        prompts = checked_prompts(points, labels, boxes)
-        if not is_single(image):
-            raise InvalidArgumentError(f"image: expected one image, got a list of {len(image)}; call masks for each")
+        prompts = checked_prompts(points, labels, boxes, multimask)
+        if (image is None) == (image_id is None):
+            got = "none" if image is None else "both"
+            raise InvalidArgumentError(f"image: expected one of image and image_id, got {got}")
+        if image_id is not None and not isinstance(image_id, str):
+            raise InvalidArgumentError(f"image_id: expected a text, got {type(image_id).__name__}")
+        given = None if image is None else _one_image(image)
 
         def call(items: Sequence[Any]) -> list[list[list[PromptedMask]]]:
-            return [self._mask_decoder.masks(each, *given) for each, given in items]
+            return [self._mask_decoder.masks(*each) for each in items]
 
-        return self._call_on_queue("masks", call, [(images_of(image)[0], prompts)])
+        return self._call_on_queue("masks", call, [(given, image_id, prompts)])
 
     def _labelling(
         self, images: Images, labels: Sequence[str] | None, template: str | None, top_k: int | None
@@ -372,6 +401,13 @@ def _pooled(fields: dict[str, Any], pooling: str, name: str) -> np.ndarray:
     hidden = fields["last_hidden_state"]
     tokens = hidden[0] if hidden.ndim == 3 else hidden[0].flatten(1).T  # of a convolution: [channels, height, width]
     return np.asarray((tokens[0] if pooling == "cls" else tokens.mean(0)).numpy())
+
+
+def _one_image(image: ImageLike) -> Any:
+    """Returns a PIL image of what the caller gives; raises InvalidArgumentError for a list."""
+    if not is_single(image):
+        raise InvalidArgumentError(f"image: expected one image, got a list of {len(image)}; call masks for each")
+    return images_of(image)[0]
 
 
 def _checked_labels(labels: Sequence[str]) -> list[str]:

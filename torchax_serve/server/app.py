@@ -29,6 +29,7 @@ from torchax_serve.server import (
     pooling,
     profile_routes,
     retrieval,
+    segmentations,
     speech,
     tokens,
 )
@@ -115,6 +116,7 @@ ROUTES: tuple[tuple[str, str, Callable[..., Awaitable[Any]]], ...] = (
     ("POST", "/v1/audio/translations", audio.translations),
     ("POST", "/v1/audio/speech", speech.speech),
     ("POST", "/v1/images/generations", images.generations),
+    ("POST", "/v1/images/segmentations", segmentations.segmentations),
     ("GET", "/v2", inference_protocol.server_metadata),
     ("GET", "/v2/health/live", inference_protocol.live),
     ("GET", "/v2/health/ready", inference_protocol.ready),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 from starlette.requests import Request
@@ -13,6 +13,7 @@ from torchax_serve.server.context import context_of
 from torchax_serve.server.dialect_requests import OpenRequest
 from torchax_serve.server.errors import ApiError, bad_request
 from torchax_serve.server.model_service import ModelService
+from torchax_serve.server.options import ServerOptions
 from torchax_serve.server.request_fields import ApiRequest
 from torchax_serve.validation.argument_checks import short_repr
 
@@ -25,6 +26,7 @@ async def read_for_model(
     kind: type[Body],
     task: str | Sequence[str] | None,
     name_of: Callable[[Body], str | None] | None = None,
+    read: Callable[[Request, ServerOptions, type[Body]], Awaitable[Body]] = read_request,
 ) -> tuple[ModelService, Body]:
     """Returns the model that a request names, loaded, and the request's body.
 
@@ -35,6 +37,7 @@ async def read_for_model(
         kind: Its body.
         task: What the model has to do, or one of several; None: have a tokenizer.
         name_of: Returns the name that a body has; None: its field `model`.
+        read: Reads the body.
 
     Raises:
         ApiError: The body is not valid, or the model cannot be used.
@@ -44,7 +47,7 @@ async def read_for_model(
     only = context.only_service()
     if only is not None:
         _check_task(request, only, task)
-    body = await read_request(request, context.options, kind)
+    body = await read(request, context.options, kind)
     if (priority := request.headers.get("x-vllm-priority")) is not None:
         body = _with_priority(body, priority)
     if only is not None:

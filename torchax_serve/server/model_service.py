@@ -67,6 +67,7 @@ _MODELS: Mapping[str, str] = {
     "token_embed": "a model with embeddings of tokens",
     "classify": "a classifier of texts (ForSequenceClassification), images or sound",
     "generate_image": "a pipeline of diffusers",
+    "masks": "a model that segments images (SegFormer, Mask2Former) or finds masks at points and in boxes (SAM)",
     "label tokens": "a classifier of tokens (ForTokenClassification)",
     "speak": "a model that speaks, such as VITS",
     "transcribe": "a model that transcribes audio, such as Whisper",

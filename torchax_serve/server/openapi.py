@@ -52,6 +52,7 @@ from torchax_serve.server.retrieval_schemas import (
     TeiTokensRequest,
 )
 from torchax_serve.server.schemas import ChatRequest, CompletionRequest
+from torchax_serve.server.segmentations import SegmentationRequest
 from torchax_serve.server.speech import SpeechRequest
 
 REQUESTS: tuple[type[ApiRequest], ...] = (
@@ -82,6 +83,7 @@ REQUESTS: tuple[type[ApiRequest], ...] = (
     TranscriptionRequest,
     SpeechRequest,
     ImageGenerationRequest,
+    SegmentationRequest,
     InferRequest,
     ProfileRequest,
     LoadAdapterRequest,
@@ -198,7 +200,9 @@ def description(routes: Any, model_names: Sequence[str] = ()) -> dict[str, Any]:
         if kind is not None and method in ("POST", "DELETE"):
             operation["requestBody"] = {
                 "required": True,
-                "content": {_type_of(kind): {"schema": {"$ref": f"#/components/schemas/{kind.__name__}"}}},
+                "content": {
+                    each: {"schema": {"$ref": f"#/components/schemas/{kind.__name__}"}} for each in _types_of(kind)
+                },
             }
             schemas.setdefault(kind.__name__, _schema_of(kind, schemas, model_names))
         paths.setdefault(shown, {})[method.lower()] = operation
@@ -213,8 +217,11 @@ def description(routes: Any, model_names: Sequence[str] = ()) -> dict[str, Any]:
     }
 
 
-def _type_of(kind: type[ApiRequest]) -> str:
-    return "multipart/form-data" if kind in (TranscriptionRequest, FileRequest) else "application/json"
+def _types_of(kind: type[ApiRequest]) -> tuple[str, ...]:
+    """Returns the media types of a body."""
+    if kind in (TranscriptionRequest, FileRequest):
+        return ("multipart/form-data",)
+    return ("application/json", "multipart/form-data") if kind is SegmentationRequest else ("application/json",)
 
 
 def _schema_of(kind: type[ApiRequest], schemas: dict[str, Any], model_names: Sequence[str]) -> dict[str, Any]:
@@ -258,9 +265,9 @@ def _page(found: dict[str, Any]) -> Iterator[str]:
             if body is None:
                 yield f"<p>{head}</p>"
                 continue
-            ((kind, content),) = body["content"].items()
+            kinds, content = " or ".join(body["content"]), next(iter(body["content"].values()))
             schema = found["components"]["schemas"][content["schema"]["$ref"].rpartition("/")[2]]
-            yield f"<details><summary>{head}</summary><p><code>{kind}</code></p><table>"
+            yield f"<details><summary>{head}</summary><p><code>{kinds}</code></p><table>"
             for name, field in schema["properties"].items():
                 needed = " (required)" if name in schema.get("required", ()) else ""
                 yield f"<tr><td><code>{name}</code>{needed}<td>{html.escape(field.get('description', ''))}"

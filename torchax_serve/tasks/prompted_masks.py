@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import hashlib
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,27 @@ from torchax_serve.tasks.results import PromptedMask
 
 MAX_IMAGES = 8
 """Images whose embeddings are kept; one of SAM takes 4 MB."""
+MAX_VALUES = 300_000_000
+"""Values of the masks of one call, which are float32 before they are cut at zero."""
+CANDIDATES = 3
+"""Masks of an object, where a model is asked for several."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompts:
+    """What is asked for: points of one object, or boxes, each of an object.
+
+    Attributes:
+        points: Pixels (x, y).
+        labels: 1 for points inside of the object, 0 for those outside; None: all are inside.
+        boxes: (left, top, right, bottom) in pixels.
+        multimask_output: Whether each object has three candidates, rather than one mask.
+    """
+
+    points: list[list[float]] | None
+    labels: list[int] | None
+    boxes: list[list[float]] | None
+    multimask_output: bool
 
 
 class MaskDecoder:
@@ -29,25 +50,46 @@ class MaskDecoder:
 
     def __init__(self, module: Any, runtime: ModelRuntime, processor: Any) -> None:
         self._module, self._runtime, self._processor = module, runtime, processor
-        self._images: collections.OrderedDict[bytes, dict[str, Any]] = collections.OrderedDict()
+        self._images: collections.OrderedDict[str, dict[str, Any]] = collections.OrderedDict()
         self.num_encoded = 0
 
-    def masks(
-        self, image: Any, points: Sequence[Any] | None, labels: Sequence[int] | None, boxes: Sequence[Any] | None
-    ) -> list[list[PromptedMask]]:
-        """Returns the masks of each object, the best first; arguments as of `VisionModel.masks`."""
-        known = self._encoded(image)
-        scale = (known["reshaped"].double() / known["original"].double()).flip(-1)  # width, height
-        given: dict[str, Any] = {**known["embeddings"], "multimask_output": True}
-        if points is not None:
+    def id_of(self, image: Any) -> str:
+        """Returns the name by which the embedding of an image is found, for the weights of now."""
+        pixels = np.asarray(image)
+        weights = f"{self._runtime.weights_version} {self._runtime.num_changes}"
+        return hashlib.sha256(f"{pixels.shape} {weights}".encode() + pixels.tobytes()).hexdigest()
+
+    def masks(self, image: Any, image_id: str | None, prompts: Prompts) -> list[list[PromptedMask]]:
+        """Returns the masks of each object, the best first.
+
+        Args:
+            image: PIL image; None if `image_id` is given.
+            image_id: `id_of` an image that was encoded before.
+            prompts: What is asked for.
+
+        Raises:
+            InvalidArgumentError: the embedding of `image_id` is not kept; masks of more boxes than memory is for.
+        """
+        known = self._encoded(image, image_id)
+        original = known["original"]
+        width, height = int(original[1]), int(original[0])
+        most = max(1, MAX_VALUES // (CANDIDATES * width * height))
+        if prompts.boxes is not None and len(prompts.boxes) > most:
+            raise InvalidArgumentError(
+                f"boxes: expected at most {most} for an image of {width} x {height} pixels, got {len(prompts.boxes)}; "
+                "ask for them in several calls"
+            )
+        scale = (known["reshaped"].double() / original.double()).flip(-1)  # width, height
+        given: dict[str, Any] = {**known["embeddings"], "multimask_output": prompts.multimask_output}
+        if (points := prompts.points) is not None:
             given["input_points"] = (torch.tensor(points, dtype=torch.float64) * scale).float()[None, None]
-            given["input_labels"] = torch.tensor(labels or [1] * len(points))[None, None]
-        if boxes is not None:
-            corners = torch.tensor(boxes, dtype=torch.float64).reshape(-1, 2, 2) * scale
+            given["input_labels"] = torch.tensor(prompts.labels or [1] * len(points))[None, None]
+        if prompts.boxes is not None:
+            corners = torch.tensor(prompts.boxes, dtype=torch.float64).reshape(-1, 2, 2) * scale
             given["input_boxes"] = corners.float().reshape(1, -1, 4)
         with torch.no_grad():
             output = self._module(**given)
-        sizes = [known["original"][None]] + ([known["reshaped"][None]] if known["is_padded"] else [])
+        sizes = [original[None]] + ([known["reshaped"][None]] if known["is_padded"] else [])
         found = self._processor.post_process_masks(output.pred_masks.float(), *sizes)[0].numpy()
         scores = output.iou_scores[0].float().numpy()
         return [
@@ -55,12 +97,15 @@ class MaskDecoder:
             for masks, row in zip(found, scores, strict=True)
         ]
 
-    def _encoded(self, image: Any) -> dict[str, Any]:
+    def _encoded(self, image: Any, image_id: str | None) -> dict[str, Any]:
         """Returns the embedding and the sizes (height, width) of an image; drops old ones."""
-        pixels = np.asarray(image)
-        weights = f"{self._runtime.weights_version} {self._runtime.num_changes}"  # an embedding is that of its weights
-        key = hashlib.sha256(f"{pixels.shape} {weights}".encode() + pixels.tobytes()).digest()
+        key = self.id_of(image) if image_id is None else image_id
         if key not in self._images:
+            if image is None:
+                raise InvalidArgumentError(
+                    f"image_id: expected that of one of the last {MAX_IMAGES} images, got {key[:80]!r}; give the image "
+                    "again"
+                )
             inputs = self._processor(image, return_tensors="pt")
             dtype = next(self._module.parameters()).dtype
             pixels_of_model = inputs["pixel_values"].to(dtype)
@@ -88,10 +133,8 @@ class MaskDecoder:
         return {"image_embeddings": embeddings}
 
 
-def checked_prompts(
-    points: Any, labels: Any, boxes: Any
-) -> tuple[list[list[float]] | None, list[int] | None, list[list[float]] | None]:
-    """Returns the prompts of a call as lists; one box becomes a list of it.
+def checked_prompts(points: Any, labels: Any, boxes: Any, multimask_output: Any) -> Prompts:
+    """Returns the prompts of a call; one box becomes a list of it.
 
     Raises:
         InvalidArgumentError: no prompt, or one of another form.
@@ -114,5 +157,7 @@ def checked_prompts(
     is_list = labels is None or (points is not None and len(labels) == len(points) and set(labels) <= {0, 1})
     if not is_list:
         raise InvalidArgumentError(f"labels: expected 1 (inside) or 0 (outside) for each point, got {labels!r:.80}")
+    if type(multimask_output) is not bool:
+        raise InvalidArgumentError(f"multimask_output: expected True or False, got {multimask_output!r:.80}")
     rows = [None if value is None else np.asarray(value, np.float64).tolist() for value in (points, boxes)]
-    return rows[0], None if labels is None else [int(each) for each in labels], rows[1]
+    return Prompts(rows[0], None if labels is None else [int(each) for each in labels], rows[1], multimask_output)

@@ -26,6 +26,15 @@ class Box:
     ymax: int
 
 
+def box_of(mask: np.ndarray) -> Box | None:
+    """Returns the smallest box around a mask bool[height, width]; None if it is empty.
+
+    Its right and lower ends are behind the last pixels.
+    """
+    columns, rows = np.flatnonzero(mask.any(0)), np.flatnonzero(mask.any(1))
+    return Box(int(columns[0]), int(rows[0]), int(columns[-1]) + 1, int(rows[-1]) + 1) if len(rows) else None
+
+
 @dataclasses.dataclass(frozen=True)
 class Detection:
     """An object in an image."""
