@@ -29,7 +29,7 @@ def keep_this_process_as_it_is(monkeypatch):
 def models(tmp_path_factory):
     """Folders of models by name, with pictures and a sound next to them."""
     folder = tmp_path_factory.mktemp("models")
-    for name in ("vit", "segformer", "vits", "timesfm"):
+    for name in ("vit", "segformer", "vits", "timesfm", "sam"):
         (folder / name).mkdir()
         getattr(task_models, name)(folder / name)
     for index, image in enumerate(task_models.images()[:2]):
@@ -76,6 +76,36 @@ def test_segment_into_pictures(models, tmp_path):
         assert refused.exit_code == 2 and message in refused.stderr
     refused = call("segment", models / "segformer", tmp_path / "none.png")
     assert refused.exit_code == 2 and "FILE: expected a file that is there" in refused.stderr
+
+
+def test_segment_at_points_and_in_boxes(models, tmp_path):
+    files = [models / "0.png", models / "1.png"]
+    with serve(models / "sam") as served:
+        at_points = [served.masks(file, points=[(10, 12), (30, 25)], labels=[1, 0]) for file in files]
+        in_boxes = served.masks(files[0], boxes=[(5, 4, 30, 20), (10, 10, 38, 30)])
+    done = call("segment", models / "sam", *files, "--point", "10,12", "--outside", "30,25", "-o", tmp_path, "--json")
+    assert done.exit_code == 0, done.stderr
+    for path, row, objects in zip(files, json.loads(done.stdout), at_points, strict=True):
+        (best,) = (masks[0] for masks in objects)
+        (shown,) = row["segments"]
+        assert (shown["label"], shown["share"]) == ("object 1", pytest.approx(best.mask.mean(), abs=1e-3))
+        assert shown["score"] == pytest.approx(best.score, abs=1e-5)
+        with Image.open(path) as image, Image.open(tmp_path / path.name) as drawn:
+            changed = (np.asarray(drawn) != np.asarray(image)).any(-1)
+        assert (changed == best.mask).mean() > 0.99
+    done = call("segment", models / "sam", files[0], "--box", "5,4,30,20", "--box", "10,10,38,30")
+    lines = [f"{files[0]}: object {i} {masks[0].score:.4f}" for i, masks in enumerate(in_boxes, 1)]
+    assert [line.rpartition(" ")[0] for line in done.stdout.splitlines()] == lines
+    for name, options, message in (
+        ("sam", (), "--point: expected a point or a box"),
+        ("sam", ("--point", "10"), "--point: expected X,Y in pixels, got '10'"),
+        ("sam", ("--box", "1,2,x,4"), "--box: expected LEFT,TOP,RIGHT,BOTTOM in pixels"),
+        ("sam", ("--outside", "1,2"), "--outside: expected with --point or --box"),
+        ("sam", ("--point", "1,2", "--threshold", 0.5), "--threshold: expected none"),
+        ("segformer", ("--point", "1,2"), "--point, --box: expected none"),
+    ):
+        refused = call("segment", models / name, files[0], *options)
+        assert refused.exit_code == 2 and message in " ".join(refused.stderr.split()), refused.stderr
 
 
 @pytest.mark.thorough
