@@ -67,7 +67,7 @@ SaveFolder = Annotated[Path | None, typer.Option("--save", help="Folder for the 
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object instead of a report.")]
 ImageSize = Annotated[
     str | None,
-    typer.Option("--image-size", show_default=False, help="WIDTHxHEIGHT of an image; 1024x1024 without."),
+    typer.Option("--image-size", show_default=False, help="WIDTHxHEIGHT of an image; 1024x1024 of a pipeline."),
 ]
 NoCache = Annotated[bool, typer.Option("--no-cache", help="Compile even what was planned before.")]
 
@@ -103,8 +103,6 @@ def plan(
         given |= {"--kv-cache-dtype": kv_cache_dtype != "auto", "--speculative-config": speculative_config}
         _plan_transformer(model, denoiser, topology, mesh, load.dtype, image_size, given, as_json=as_json)
         return
-    if image_size is not None:
-        raise InvalidArgumentError("--image-size: expected with a diffusion transformer alone; leave it out")
     check_choice("--kv-cache-dtype", kv_cache_dtype, (*DTYPES, *KV_CACHE_DTYPES))
     speculative = parse_speculative(speculative_config)
     _check_together(topology, mesh, save, search, speculates=speculative is not None, sharding=sharding)
@@ -121,12 +119,23 @@ def plan(
             from torchax_serve.planning.abstract_model import empty_module
 
         options["speculation"] = _speculation(speculative, load)
-        module, stated = empty_module(model, **load.kwargs())
+        from model_adapters.loading.model_class import task_of
+
+        module, stated = empty_module(model, **load.kwargs(), any_task=True)
         options["quantization"] = _quantization(quantization, stated)
         name = model or EMBEDDED_NAME
+        if (is_head := task_of(module) is not None) and not sharding:
+            given = {"--for": search, "--save": save, "--speculative-config": speculative_config}
+            given |= {"--page-size": page_size != 64, "--prefill": prefill != "1024"}
+            _check_of_head(name, given | {"--kv-cache-dtype": kv_cache_dtype != "auto"})
+        elif image_size is not None:
+            raise InvalidArgumentError("--image-size: expected with a model of images alone, got another; leave it out")
         with activity() as note:
             if sharding:
                 show = _sharding(module, topology, options, as_json=as_json)
+            elif is_head:
+                sizes = {"max_num_seqs": max_num_seqs, "max_model_len": max_model_len, "image_size": image_size}
+                show = _head(module, name, topology, options | sizes, load, note, as_json=as_json)
             elif search is not None:
                 show = _search(module, name, search, options, note, as_json=as_json)
             else:
@@ -158,6 +167,39 @@ def _plan_transformer(
 
         report = plan_transformer(model, config, topology, mesh, dtype, image_size or "1024x1024")
     print(json.dumps(report.to_json(), indent=1) if as_json else "\n".join(report.lines()))
+
+
+def _check_of_head(name: str, given: dict[str, Any]) -> None:
+    """Raises InvalidArgumentError for options of models that write texts."""
+    if refused := [flag for flag, value in given.items() if value]:
+        raise InvalidArgumentError(f"{refused[0]}: expected with a language model alone, got {name}; leave it out")
+
+
+def _head(
+    module: Any,
+    name: str,
+    topology: str | None,
+    options: dict[str, Any],
+    load: ConfigOptions,
+    note: Callable[[str], None],
+    *,
+    as_json: bool,
+) -> Callable[[], None]:
+    from torchax_serve.planning.head_plan import HeadRequest, files_of, plan_head
+    from torchax_serve.planning.pipeline_plan import parse_image_size
+
+    assert topology is not None
+    note(f"compiling a forward of {name} for {topology}")
+    names = ("mesh", "refuse_uneven", "quantization", "max_num_seqs", "max_model_len")
+    size = options["image_size"]
+    request = HeadRequest(
+        topology=topology,
+        image_size=None if size is None else parse_image_size(size),
+        **{each: options[each] for each in names},
+    )
+    where = {key: value for key, value in load.kwargs().items() if key != "dtype"}
+    report = plan_head(module, files_of(name, **where), request)
+    return lambda: print(json.dumps(report.to_json(), indent=1) if as_json else "\n".join(report.lines()))
 
 
 def _quantization(given: str | None, stated: Any) -> Any:

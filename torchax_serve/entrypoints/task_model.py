@@ -22,7 +22,7 @@ from torchax_serve.generation.jax_forward import following
 from torchax_serve.modules.named_dims import BATCH, MAX_ROWS
 from torchax_serve.modules.plan import ModulePlan
 from torchax_serve.pooling.queue import QueuedTexts
-from torchax_serve.tasks.checkpoint_readers import FILES, checkpoint_reader
+from torchax_serve.tasks.checkpoint_readers import FILES, CheckpointFiles, checkpoint_reader
 from torchax_serve.tasks.heads import Head, heads_of, methods_of
 from torchax_serve.tasks.host_forward import PARTS, on_host
 from torchax_serve.tasks.plain_forward import PLAIN_MODEL, inputs_of_noise, plain_module
@@ -152,7 +152,7 @@ class TaskModel(ServedModel):
             raise UnsupportedModelError(
                 f"{caller}: expected a model on one device, got one on a mesh; serve it without"
             )
-        found: Mapping[str, Any] = inputs_of_noise(self._loaded_or_raise()) if inputs is None else inputs
+        found: Mapping[str, Any] = self._noise() if inputs is None else inputs
         self._check_inputs(found)
         given = {name: torch.as_tensor(value) for name, value in found.items()}
         given = {name: each.to(self.dtype) if each.is_floating_point() else each for name, each in given.items()}
@@ -161,6 +161,9 @@ class TaskModel(ServedModel):
         weights = {f"{PLAIN_MODEL}.{name}": each for name, each in self.runtime.weights.items()}
         with ModuleModel(module, dims=dims, name=self.name, weights=weights) as model:
             yield model, given
+
+    def _noise(self) -> dict[str, torch.Tensor]:
+        return inputs_of_noise(self._module, CheckpointFiles.of(self._loaded_or_raise()))
 
     def _check_inputs(self, inputs: Mapping[str, np.ndarray]) -> None:
         """Raises InvalidArgumentError for names that are no arguments of the forward."""
@@ -262,7 +265,7 @@ class TaskModel(ServedModel):
             CheckpointError: its files are broken.
         """
         if name not in self._readers:
-            found = checkpoint_reader(self._loaded_or_raise(), name)
+            found = checkpoint_reader(CheckpointFiles.of(self._loaded_or_raise()), name)
             if found is None:
                 raise InvalidArgumentError(
                     f"{self.name} has no {name.replace('_', ' ')} ({' or '.join(FILES)}), which makes the model's "

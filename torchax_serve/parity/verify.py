@@ -31,6 +31,7 @@ from torchax_serve.generation.jax_model import JaxModelMixin, run_on_jax
 from torchax_serve.parity.differences import ERROR_RATIO, Difference, Named, by_name, position_error, within
 from torchax_serve.runtime.eager import EagerReference
 from torchax_serve.runtime.model_runtime import ModelRuntime
+from torchax_serve.tasks.checkpoint_readers import CheckpointFiles
 from torchax_serve.tasks.plain_forward import inputs_of_noise
 
 FLOAT32_TOLERANCE = 1e-4
@@ -228,7 +229,7 @@ def _inputs(loaded: LoadedModel, prompt: str | Sequence[int] | None) -> Mapping[
             f"prompt: expected none for {type(loaded.module).__name__}, which reads {loaded.module.main_input_name}, "
             "got one; leave it out"
         )
-    return inputs_of_noise(loaded)
+    return inputs_of_noise(loaded.module, CheckpointFiles.of(loaded))
 
 
 def _prompt_ids(loaded: LoadedModel, prompt: str | Sequence[int] | None) -> torch.Tensor:

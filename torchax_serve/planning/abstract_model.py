@@ -116,9 +116,16 @@ class AbstractModel:
 
 
 def empty_module(
-    model: str | os.PathLike[str] | None, *, dtype: str = "auto", trust_remote_code: bool = False, **where: Any
+    model: str | os.PathLike[str] | None,
+    *,
+    dtype: str = "auto",
+    trust_remote_code: bool = False,
+    any_task: bool = False,
+    **where: Any,
 ) -> tuple[PreTrainedModel, QuantizationSettings | None]:
     """Builds the module of `model` (as `serve` takes it, or a config file) on the meta device.
+
+    One that does not generate text is refused unless `any_task`.
 
     Returns:
         The module, and the quantization that its configuration states.
@@ -137,7 +144,8 @@ def empty_module(
     files = ModelFiles.of(source, trust_remote_code=trust_remote_code)
     model_class, config = find_class(files.config, folder=source.folder, trust_remote_code=trust_remote_code)
     module = module_of(model_class, config, wanted or files.dtype or torch.bfloat16)
-    require_causal_module(module, source.name)
+    if not any_task:
+        require_causal_module(module, source.name)
     return module, files.settings
 
 

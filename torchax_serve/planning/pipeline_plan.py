@@ -23,65 +23,25 @@ from torchax_serve.distributed.mesh import mesh_of
 from torchax_serve.distributed.mesh_shape import parse_mesh
 from torchax_serve.planning.compiled_steps import ProgramReport, compile_traced
 from torchax_serve.planning.denoiser_inputs import denoiser_inputs
+from torchax_serve.planning.forward_plan import ForwardPlan, figures_of
 from torchax_serve.planning.topology import compiling_for, describe, lowering_platform
 from torchax_serve.validation.library_objects import CLASS
 
 
 @dataclasses.dataclass(frozen=True)
-class PipelinePlan:
-    """Result of a plan of one denoising step; bytes are those of one device."""
+class PipelinePlan(ForwardPlan):
+    """Result of a plan of one denoising step."""
 
-    model: str
-    class_name: str
-    dtype: str
-    topology: str
-    mesh: Mapping[str, int]
     width: int
     height: int
-    fits: bool
-    memory_bytes: int
-    weights_bytes: int
-    weights_bytes_of_one_device: int  # of all weights, as if there were one device
-    temporary_bytes: int
-    step_flops: float  # operations of a step on all devices, counted by PyTorch's FlopCounterMode
-    bound_s: float | None  # least time of a step by weights read once and operations at peak; None for a CPU
-    bound_by: str | None  # "memory" or "compute"
-    missing: str | None  # what does not fit
-    program: ProgramReport | None  # None if the compiler has run out of the device's memory
 
-    def to_json(self) -> dict[str, Any]:
-        """Returns the plan as JSON types."""
-        return dataclasses.asdict(self)
+    unit = "step"
+    left_out = "text encoders and the autoencoder are not in these figures"
 
-    def lines(self) -> list[str]:
-        """Formats the plan as lines: the answer first, then the numbers behind it."""
-        used = " x ".join(f"{axis} {size}" for axis, size in self.mesh.items() if size > 1) or "one device"
-        found = [
-            f"{self.model} ({self.class_name}, {self.dtype}) on {self.topology}: {used}",
-            f"{'fits' if self.fits else 'DOES NOT FIT'}: a step of an image of {self.width} x {self.height} pixels",
-            "",
-            "each device",
-            f"  memory            {_gb(self.memory_bytes)}",
-            f"  weights           {_gb(self.weights_bytes)}  of {_gb(self.weights_bytes_of_one_device).strip()} in all",
-            f"  temporary         {_gb(self.temporary_bytes)}  temporaries and code of the step",
-            *([f"  missing           {self.missing}"] if self.missing else []),
-            "",
-            f"step, {self.step_flops / 1e12:.1f} trillion operations",
-        ]
-        if self.bound_s is not None:
-            found.append(f"  no faster than    {1e3 * self.bound_s:>9.2f} ms  bound by {self.bound_by}")
-        if self.program is not None:
-            found += [
-                f"  {kind:<18}{number:>9} of {size / 1e6:.1f} MB"
-                for kind, (number, size) in self.program.collectives.items()
-            ]
-            took = f"{self.program.trace_s:>9.1f} s traced, {self.program.compile_s:.1f} s compiled"
-            found.append(f"  compiled in       {took}")
-        return [*found, "", "text encoders and the autoencoder are not in these figures"]
-
-
-def _gb(num_bytes: int) -> str:
-    return f"{num_bytes / 1e9:>9.2f} GB"
+    @property
+    def subject(self) -> str:
+        """What is computed."""
+        return f"a step of an image of {self.width} x {self.height} pixels"
 
 
 def plan_transformer(
@@ -117,14 +77,6 @@ def plan_transformer(
     weight_bytes = sum(placed[name].bytes_per_device(shape, array.dtype.itemsize) for name, array in weights.items())
     flops = _flops(module, inputs)
     program, missing = _compiled(module, weights, inputs, on_devices, chip, placed)
-    temporary = 0 if program is None else program.temporary_bytes + program.code_bytes
-    needed = weight_bytes + temporary
-    if missing is None and needed > chip.memory_bytes:
-        missing = f"{(needed - chip.memory_bytes) / 1e9:.2f} GB; take more devices"
-    bound_s = bound_by = None
-    if chip.bytes_per_s is not None and chip.flops_per_s is not None:
-        memory_s, compute_s = weight_bytes / chip.bytes_per_s, flops / shape["model"] / chip.flops_per_s
-        bound_s, bound_by = max(memory_s, compute_s), "memory" if memory_s > compute_s else "compute"
     return PipelinePlan(
         model=model,
         class_name=type(module).__name__,
@@ -133,16 +85,10 @@ def plan_transformer(
         mesh=shape,
         width=width,
         height=height,
-        fits=missing is None,
-        memory_bytes=chip.memory_bytes,
         weights_bytes=weight_bytes,
         weights_bytes_of_one_device=sum(array.size * array.dtype.itemsize for array in weights.values()),
-        temporary_bytes=temporary,
         step_flops=flops,
-        bound_s=bound_s,
-        bound_by=bound_by,
-        missing=missing,
-        program=program,
+        **figures_of(chip, program, missing, weight_bytes, flops / shape["model"]),
     )
 
 

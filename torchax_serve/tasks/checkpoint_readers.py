@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+import dataclasses
+from pathlib import Path
+from typing import Any, Self
 
 from transformers import AutoFeatureExtractor, AutoImageProcessor
 
@@ -14,27 +16,46 @@ FILES = ("preprocessor_config.json", "processor_config.json")
 _CLASSES: dict[str, Any] = {"image_processor": AutoImageProcessor, "feature_extractor": AutoFeatureExtractor}
 
 
-def checkpoint_reader(loaded: LoadedModel, name: str) -> Any:
+@dataclasses.dataclass(frozen=True)
+class CheckpointFiles:
+    """Where the files of a model are.
+
+    Attributes:
+        name: Of the model, for messages.
+        folder: With its files; None if there is none.
+        trust_remote_code: Whether code in them may run.
+    """
+
+    name: str
+    folder: Path | None
+    trust_remote_code: bool = False
+
+    @classmethod
+    def of(cls, loaded: LoadedModel) -> Self:
+        """Returns those of a loaded model."""
+        return cls(loaded.source.name, loaded.files_folder, loaded.trust_remote_code)
+
+
+def checkpoint_reader(files: CheckpointFiles, name: str) -> Any:
     """Returns the checkpoint's image processor or feature extractor; None without `FILES`.
 
     Args:
-        loaded: The model.
+        files: Of the model.
         name: ``image_processor`` or ``feature_extractor``, as the arguments of transformers' pipelines.
 
     Raises:
         UnsupportedModelError: it needs a package that is missing.
         CheckpointError: its files are broken.
     """
-    folder, words = loaded.files_folder, name.replace("_", " ")
+    folder, words = files.folder, name.replace("_", " ")
     if folder is None or not any((folder / file).is_file() for file in FILES):
         return None
     try:
-        return _CLASSES[name].from_pretrained(folder, local_files_only=True, trust_remote_code=loaded.trust_remote_code)
+        return _CLASSES[name].from_pretrained(folder, local_files_only=True, trust_remote_code=files.trust_remote_code)
     except ImportError as error:
         lines = str(error).strip().splitlines()
         raise UnsupportedModelError(
-            f"{loaded.source.name}: expected the packages of its {words}, got {' '.join(lines[:2])}; install what is "
-            "missing"
+            f"{files.name}: expected the packages of its {words}, got {' '.join(lines[:2])}; install what is missing"
         ) from error
     except Exception as error:  # classes of processors raise whatever they like
         lines = str(error).strip().splitlines() or [type(error).__name__]
