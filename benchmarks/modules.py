@@ -127,9 +127,13 @@ def show(rows):
 
 
 def save(path, rows):
-    """Writes the rows, with the versions of what they were measured with."""
-    packages = [package for package in (*PACKAGES, "torch", "jax", "torchax") if _version(package)]
-    content = {"versions": {package: _version(package) for package in packages}, "modules": dict(sorted(rows.items()))}
+    """Writes the rows, with the versions of what they were measured with; those of packages not here stay."""
+    known = json.loads(path.read_text())["versions"] if path.exists() else {}
+    versions = {name: _version(name) or known.get(name) for name in (*PACKAGES, "torch", "jax", "torchax")}
+    content = {
+        "versions": {name: version for name, version in versions.items() if version},
+        "modules": dict(sorted(rows.items())),
+    }
     temporary = path.with_suffix(".tmp")
     temporary.write_text(json.dumps(content, indent=1) + "\n")
     temporary.replace(path)

@@ -16,6 +16,8 @@ LIBRARIES = {
     "chronos-forecasting": "other_models:of_chronos",
     "timesfm": "other_models:of_timesfm",
     "segmentation-models-pytorch": "other_models:of_segmentation",
+    "tabpfn": "table_and_robot_models:of_tabpfn",
+    "lerobot": "table_and_robot_models:of_lerobot",
     "timm": "timm_models",
     "torchvision": "torchvision_models",
 }
