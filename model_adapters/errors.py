@@ -8,6 +8,7 @@
     ├── UnsupportedModelError   an architecture or a task that this call cannot run
     │   └── IsPipelineError     a pipeline of diffusers, where a model of transformers was expected
     ├── InvalidArgumentError    an argument with an invalid value (also a ValueError)
+    │   └── OperatorArgumentError  one that PyTorch's own operator refuses (also what PyTorch raises there)
     ├── UnsupportedArgumentError  an argument that exists in transformers and is not honoured here (also a ValueError)
     ├── ChatTemplateError       no chat template, or one that does not render
     ├── HostsError              hosts of one model that do not find each other, or are not alike
@@ -50,6 +51,10 @@ class IsPipelineError(UnsupportedModelError):
 
 class InvalidArgumentError(TorchaxServeError, ValueError):
     """An argument with an invalid value."""
+
+
+class OperatorArgumentError(InvalidArgumentError, RuntimeError, IndexError):
+    """An argument that PyTorch's own operator refuses; code that expects its errors gets one."""
 
 
 class UnsupportedArgumentError(TorchaxServeError, ValueError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,19 +23,24 @@ from model_adapters.bridge.views import (
     torchax,
 )
 from model_adapters.errors import InvalidArgumentError, UnsupportedModelError
-from model_adapters.lowerings import install
+from model_adapters.lowerings import argument_checks, install
 from model_adapters.program import shared_layers
 from model_adapters.program.trace_context import torch_promotion
 
 
 def functional_call(
-    module: torch.nn.Module, method: str = "forward", transform: shared_layers.Transform | None = None
+    module: torch.nn.Module,
+    method: str = "forward",
+    transform: shared_layers.Transform | None = None,
+    *,
+    is_checked: bool = False,
 ) -> JaxFunction:
     """Returns a pure function that runs a method of `module` with given weights.
 
     ``f(weights, args, kwargs)`` runs ``module.method(*args, **kwargs)`` with `weights` in place of the module's own.
     Args and result are pytrees of JAX arrays; ``jax.jit`` and ``jax.grad`` apply to the function. One array may be
-    given for a tuple of it. `transform`, such as `jax.checkpoint`, is applied to the function of each layer.
+    given for a tuple of it. `transform`, such as `jax.checkpoint`, is applied to the function of each layer. With
+    `is_checked`, what PyTorch's operators refuse is an error, where JAX would compute something.
     """
     install.install()
     options = {} if transform is None else {"transform": transform}
@@ -42,7 +48,7 @@ def functional_call(
 
     def call(weights: Mapping[str, jax.Array], args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         args, kwargs = _arguments(args, kwargs)
-        with torch_promotion():
+        with torch_promotion(), argument_checks.enabled() if is_checked else contextlib.nullcontext():
             state, args_view, kwargs_view = torch_view((dict(weights), args, kwargs))
             with torch_mode(module, state), shared_layers.intercepted(module, **options):
                 try:
@@ -88,4 +94,4 @@ def extract_jax(module: torch.nn.Module) -> tuple[dict[str, jax.Array], JaxFunct
         if id(tensor) not in shared:
             shared[id(tensor)] = to_jax_array(tensor)
         weights[name] = shared[id(tensor)]
-    return weights, functional_call(module)
+    return weights, functional_call(module, is_checked=True)

@@ -15,6 +15,7 @@ from model_adapters.bridge.views import (
 )
 from model_adapters.lowerings import (
     aliases,
+    argument_checks,
     arguments,
     bags,
     constant_folding,
@@ -69,7 +70,8 @@ from model_adapters.once import once
 @once
 def install() -> None:
     """Registers the lowerings in torchax's table."""
-    narrow_floats.install()  # the first, since others replace what it wraps
+    argument_checks.install()  # the first, so that it is asked last, of what has a lowering
+    narrow_floats.install()  # before others, which replace what it wraps
     set_lowering(torch.nn.functional.linear, _linear)
     set_lowering(torch.ops.aten.linear, _linear)
     set_lowering(torch.ops.aten.mm, ops.matmul)

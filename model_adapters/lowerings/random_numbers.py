@@ -8,10 +8,11 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import numpy as np
 import torch
 from torch.utils._mode_utils import no_dispatch
 
-from model_adapters.bridge.views import DEVICE, default_env, set_raw_lowering, set_view_lowering
+from model_adapters.bridge.views import DEVICE, default_env, jax_view, set_raw_lowering, set_view_lowering
 from model_adapters.lowerings.written_results import write
 
 
@@ -100,12 +101,22 @@ def _multinomial(
     """
     if num_samples > x.shape[-1] and not replacement:
         raise RuntimeError(f"multinomial: expected at most {x.shape[-1]} samples without replacement")
+    _check_weights(jax_view(x))
     logarithms = torch.log(x.to(torch.float32))
     if not replacement:
         noise = -torch.log(-torch.log(_uniform(x.shape, generator)))
         return torch.topk(logarithms + noise, num_samples)[1]
     noise = -torch.log(-torch.log(_uniform((*x.shape[:-1], num_samples, x.shape[-1]), generator)))
     return torch.argmax(logarithms.unsqueeze(-2) + noise, -1)
+
+
+def _check_weights(weights: Any) -> None:
+    """Raises RuntimeError if known `weights` [..., n] are no probabilities, as PyTorch does."""
+    if isinstance(weights, jax.core.Tracer) or not weights.is_fully_addressable:
+        return
+    values = np.asarray(weights, np.float32)
+    if not (np.isfinite(values) & (values >= 0)).all() or not values.sum(-1).all():
+        raise RuntimeError("multinomial: expected finite weights of at least 0, and one above 0 in each row")
 
 
 def _follow_generators() -> None:

@@ -14,7 +14,7 @@ import torch
 
 from model_adapters.bridge.views import TorchTensor, as_views, default_env, is_view, jax_view, torchax
 from model_adapters.errors import UnsupportedModelError
-from model_adapters.lowerings import constant_folding
+from model_adapters.lowerings import argument_checks, constant_folding
 
 _Dispatch = Callable[..., Any]
 
@@ -28,6 +28,7 @@ def install() -> None:
         kwargs = kwargs or {}
         outputs = {name: value for name, value in kwargs.items() if _is_output(func, name, value)}
         if outputs and any(map(is_view, torch.utils._pytree.tree_leaves((args, kwargs)))):
+            argument_checks.check(func, args, kwargs)
             return _into(outputs, func, args, {name: kwargs[name] for name in kwargs.keys() - outputs.keys()})
         try:
             return theirs(func, types, args, kwargs)
