@@ -102,6 +102,8 @@ def _repeated(x: jax.Array, repeats: Any, dim: int | None = None, *, output_size
 
 def _addmv(x: jax.Array, matrix: jax.Array, vector: jax.Array, *, beta: Any = 1, alpha: Any = 1) -> jax.Array:
     """Computes ``torch.addmv``; with `beta` of 0, `x` is not read."""
+    if is_integer(x):  # PyTorch takes the integers of both
+        beta, alpha = int(beta), int(alpha)
     product = alpha * (matrix @ vector)
     return product if isinstance(beta, int | float) and not beta else beta * x + product
 

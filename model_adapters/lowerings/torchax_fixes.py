@@ -112,6 +112,15 @@ def _take_by_host_indices() -> None:
         set_lowering(function, take)
 
 
+_NARROW = (torch.int8, torch.uint8, torch.int16)
+"""Integers that PyTorch makes of floats by way of wider ones, whose last bits they are."""
+
+
+def _wrapped(x: jax.Array) -> jax.Array:
+    """Returns floats as int32, and 0 for what is beyond; JAX has the nearest narrow integer."""
+    return jnp.where(jnp.abs(x) < 2.0**31, x, 0).astype(jnp.int32)
+
+
 def _stay_on_device() -> None:
     """Ignores the device in ``tensor.to("cpu")`` of a traced tensor: a program has only one.
 
@@ -123,6 +132,8 @@ def _stay_on_device() -> None:
     def to_copy(x: torch.Tensor, dtype: Any, device: Any) -> torch.Tensor:
         if dtype is not None and not isinstance(dtype, torch.dtype):
             dtype = torchax.ops.mappings.j2t_dtype(dtype)
+        if dtype in _NARROW and is_view(x) and x.dtype.is_floating_point:
+            x = torch_view(_wrapped(jax_view(x)))
         return theirs(x, dtype, None if constant_folding.is_traced(x) else device)
 
     env._to_copy = to_copy

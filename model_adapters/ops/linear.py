@@ -297,6 +297,8 @@ def _times_quantized(x: jax.Array, weight: jax.Array, bias: jax.Array | None = N
 
 
 def _add(bias: jax.Array, sums: jax.Array, beta: float, alpha: float, dtype: jnp.dtype) -> jax.Array:
+    if not jnp.issubdtype(dtype, jnp.inexact):  # torch takes the integers of both then
+        beta, alpha = int(beta), int(alpha)
     if alpha != 1:
         sums = sums * alpha
     if beta == 0:  # torch does not read the bias then, which may hold NaN

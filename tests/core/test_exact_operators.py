@@ -43,6 +43,19 @@ CASES = {
     "medians of nothing": (lambda x: (x[:0].median(), x[:0].nanmedian()), FLOATS),
     "median": (lambda x: (x.median(), *x[:, None].median(0, keepdim=True)), LARGE),
     "median with NaN": (lambda x: (*x.nanmedian(1), x.median(1)[0]), torch.tensor([[NAN, 3, 1, 2], [NAN, NAN, 5, 4]])),
+    "floats as narrow integers": (
+        lambda x: (x.to(torch.uint8), x.char(), x.short(), x.bfloat16().byte()),
+        torch.tensor([300.0, -5.75, -300.0, 7.5, 70000.0, -1e5]),
+    ),
+    "integers times floats": (
+        lambda x: (
+            torch.addmm(x, x, x, alpha=1.5, beta=2.5),
+            torch.addmv(x[0], x, x[0], alpha=2.5, beta=0.5),
+            torch.baddbmm(x[None], x[None], x[None], alpha=2.5),
+            torch.addbmm(x, x[None], x[None], alpha=2.5, beta=1.5),
+        ),
+        torch.tensor([[1, 2], [3, 4]]),
+    ),
     "mode": (lambda x: torch.mode(x, 1), torch.tensor([[3, 1, 3, 1], [2, 2, 5, 5]])),
     "sign": (lambda x: (x.sign(), x.sgn()), ODD),
     "copysign": (lambda x: torch.copysign(x, -1), LARGE % 5),
