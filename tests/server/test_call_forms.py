@@ -85,6 +85,13 @@ GLM = (
     "<arg_value>3</arg_value>\n<arg_key>unit</arg_key>\n<arg_value>°C</arg_value>\n</tool_call>"
 )
 
+M3 = "".join(
+    f"]<]minimax[>[<{key}>{value}]<]minimax[>[</{key}>"
+    for key, value in (("city", "Łódź: ü"), ("days", 3), ("unit", "°C"))
+)
+M3 = f']<]minimax[>[<invoke name="weather">{M3}]<]minimax[>[</invoke>\n'
+M3_CLOCK = ']<]minimax[>[<invoke name="clock">]<]minimax[>[</invoke>\n'
+
 # What models of a family write: a call, and two where there may be several.
 ANSWERS = {
     "gpt-oss": [f"<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{JSON}<|call|>"],
@@ -114,6 +121,7 @@ ANSWERS = {
         f'<minimax:tool_call>\n<invoke name="weather">\n{INVOKED}</invoke>\n<invoke name="clock">\n</invoke>\n'
         "</minimax:tool_call>",
     ],
+    "minimax-m3": [f"]<]minimax[>[<tool_call>\n{calls}]<]minimax[>[</tool_call>" for calls in (M3, M3 + M3_CLOCK)],
     "tool-calls": [
         f'<tool_calls>[{{"name": "weather", "arguments": {JSON}}}]</tool_calls>',
         f'<tool_calls>[{{"name": "weather", "arguments": {JSON}}}, {{"name": "clock", "arguments": {{}}}}]'
@@ -294,6 +302,14 @@ NESTED = {
 }
 
 
+TAGGED = {
+    "zone": {"type": "string", "pattern": "^[A-Z]{3}$"},
+    "Area": {"type": "integer", "minimum": 3, "maximum": 5},
+    "tags": {"type": "array", "items": {"enum": ["a<b", 'c"d', 7]}, "minItems": 1, "maxItems": 3},
+}
+"""Properties of one type each: that of a text of two types is told by the text."""
+
+
 @pytest.mark.parametrize("is_special", [True, False])
 def test_whatever_is_sampled_of_gemma_follows_the_schema(is_special):
     import jsonschema
@@ -321,6 +337,45 @@ def test_whatever_is_sampled_of_gemma_follows_the_schema(is_special):
         jsonschema.validate(arguments, NESTED)
         assert name == "f-1"
     assert len(keys) > 4
+
+
+def test_whatever_is_sampled_of_nested_tags_follows_the_schema():
+    import jsonschema
+
+    tokenizer = tokenizer_with([*SPECIAL, "]<]minimax[>["])
+    compiler = GrammarCompiler(tokenizer, len(tokenizer), [tokenizer.eos_token_id])
+    schema = {**NESTED, "properties": {**NESTED["properties"], **TAGGED}}
+    tools = [{"type": "function", "function": {"name": "f-1", "parameters": schema}}]
+    special = {token.content: index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+    rng, keys = random.Random(5), set()
+    masks_for = compiler.masks(call_grammar(FORMS["minimax-m3"].call, tools, special, is_forced=True, max_calls=1))
+    for _ in range(25):
+        masks, ids = masks_for(), []
+        while len(ids) < 900:
+            tokens = allowed(masks, ids, len(tokenizer))
+            ends = [token for token in tokens if tokenizer.decode([token])[:1] in ("]", "/")]
+            token = rng.choice(ends if ends and rng.random() < 0.6 else tokens)
+            if token == tokenizer.eos_token_id:
+                break
+            ids.append(token)
+        else:
+            continue  # a text without end
+        ((name, arguments),) = calls_of("minimax-m3", tokenizer.decode(ids), tools)
+        keys |= arguments.keys()
+        jsonschema.validate(arguments, schema)
+        assert name == "f-1"
+    assert len(keys) > 4
+
+
+def test_quotes_in_names_of_arguments(compiler, tokenizer):
+    schema = {"type": "object", "properties": {'the "x"': {"type": "integer"}}, "required": ['the "x"']}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    text = (
+        '<|open|>tools<|sep|><|open|>call tool="f" index="1"<|sep|><|open|>argument key="the &quot;x&quot;" '
+        'type="number"<|sep|>3<|close|>argument<|sep|><|close|>call<|sep|><|close|>tools<|sep|>'
+    )
+    assert takes(masks_of(compiler, tokenizer, "kimi-k3", tools), tokenizer, text)
+    assert calls_of("kimi-k3", text, tools) == [("f", {'the "x"': 3})]
 
 
 def test_gemma_takes_any_arguments_without_a_schema(compiler, tokenizer):

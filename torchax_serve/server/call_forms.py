@@ -33,7 +33,9 @@ class CallForm:
         quotes_name: Whether the name is a JSON string.
         argument: Text in front of an argument's name, between it and its value, and behind that; None where all
             arguments are one JSON object. In the second, ``{kind}`` stands for the name of the value's type, and
-            ``{is_text}`` for whether it is a text.
+            ``{is_text}`` for whether it is a text; in the third, ``{key}`` for the argument's name.
+        quote: Text for a quotation mark in an argument's name; empty where names have none.
+        nested: Text in front of each tag, where arrays and objects are tags in that of the argument; else empty.
         index: Text between the name and a number; empty where there is none.
         id: Pattern of the id in front of the name, and the text behind it; None where there is none.
         named: Text between two arguments of a call in Python; None for other calls.
@@ -49,6 +51,8 @@ class CallForm:
     closing: str = ""
     quotes_name: bool = False
     argument: tuple[str, str, str] | None = None
+    quote: str = ""
+    nested: str = ""
     delimiter: str | None = None
     index: str = ""
     id: tuple[str, str] | None = None
@@ -94,6 +98,8 @@ class _Rules:
     ) -> None:
         self._form, self._tools, self._special_ids = form, tools, special_ids
         self._is_forced, self._max_calls = is_forced, max_calls
+        self._tags: dict[tuple[str, str], tuple[str, str]] = {}
+        """Names and bodies of the rules of tags in others, by their names and schemas."""
         self._specials = re.compile("|".join(map(re.escape, sorted(special_ids, key=len, reverse=True))) or r"(?!)")
 
     def lines(self) -> Iterator[str]:
@@ -162,7 +168,9 @@ class _Rules:
         is_one = len(bodies) == 1
         yield f"{head} {bodies[0] if is_one else '(' + ' | '.join(f'({body})' for body in bodies) + ')'} {tail}"
         if index == 0 and form.argument is not None:
-            yield self._string(form.argument[2])
+            yield self._string(form.nested or form.argument[2])
+        if index == len(self._tools) - 1:
+            yield from (f"{rule}: {body}" for rule, body in self._tags.values())
 
     def _string(self, end: str) -> str:
         """Returns the rule of any text and the text behind it."""
@@ -186,9 +194,13 @@ class _Rules:
             return f"{_quoted(f'{key}=')} ({self._checked(terms, name, key)})"
         assert self._form.argument is not None
         begin, middle, end = self._form.argument
-        if not re.fullmatch(r"[^<>\n]+", key) or ('"' in begin and '"' in key):
-            others = "<, >, quotes" if '"' in begin else "<, >"
+        has_quotes = '"' in begin and not self._form.quote
+        if not re.fullmatch(r"[^<>\n]+", key) or (has_quotes and '"' in key):
+            others = "<, >, quotes" if has_quotes else "<, >"
             raise _bad_name(key, name, f"without {others} and line breaks")
+        if self._form.nested:
+            return self._tag(name, key, schema, root)
+        key = key.replace('"', self._form.quote or '"')
         behind, found = self._literal(end), []
         kinds: Sequence[str | None] = _KINDS if "{" in middle else (None,)
         for kind in kinds:
@@ -196,6 +208,57 @@ class _Rules:
             if value := self._value(schema, root, kind, behind):
                 found.append(f"{self._literal(begin + key + text)} {value}")
         return self._checked(" | ".join(found), name, key)
+
+    def _tag(self, name: str, key: str, schema: Any, root: Mapping[str, Any]) -> str:
+        """Returns the body of the rule of a tag, whose value may be tags."""
+        assert self._form.argument is not None
+        begin, middle, end = (text.replace("{key}", key) for text in self._form.argument)
+        close, found = self._literal(end), list[str]()
+        kinds = types_of(schema, root)
+        if (values := values_of(schema, root)) is not None:
+            found = [value] if (value := self._value(schema, root, None, close)) else []
+        elif "string" in kinds or not kinds:
+            pattern = _pattern(schema)
+            rest = self._literal(end.removeprefix(self._form.nested))
+            found.append(f"string {rest}" if pattern is None else f"/{pattern}/ {close}")
+        for kind in () if values is not None else kinds:
+            held = None if kind == "string" else _of_kind(schema, root, kind)
+            if held is not None:
+                is_number = kind == "integer" and "number" in kinds
+                inner = self._inner(name, held, kind, root) or ("" if is_number else [_json(held)])
+                found += [f"{each} {close}".strip() for each in inner]
+        return f"{self._literal(begin + key + middle)} ({self._checked(' | '.join(found), name, key)})"
+
+    def _inner(self, name: str, schema: Any, kind: str, root: Mapping[str, Any]) -> list[str]:
+        """Returns the terms of the tags of an array or an object; none where it is JSON text."""
+        found = []
+        for each in alternatives_of(schema, root) if kind in ("array", "object") else ():
+            if kind == "array" and isinstance(each.get("items"), dict) and "prefixItems" not in each:
+                least, most = each.get("minItems", 0), each.get("maxItems", "")
+                item = "" if most == 0 else self._tag_rule(name, "item", each["items"], root)
+                found.append(f"{item}{{{least},{most}}}" if item else "")
+            elif kind == "object" and each.get("properties") and each.get("additionalProperties") is False:
+                required = each.get("required") or ()
+                parts = [
+                    (self._tag_rule(name, key, value, root), key in required)
+                    for key, value in each["properties"].items()
+                    if value is not False
+                ]
+                found.append(in_order(parts, "", "")[0])
+            else:
+                found.append(_json(_with_definitions(each, root)))
+        return found
+
+    def _tag_rule(self, name: str, key: str, schema: Any, root: Mapping[str, Any]) -> str:
+        """Returns the name of the rule of a tag in another, which may be in itself."""
+        if not re.fullmatch(r"[^<>\n]+", key):
+            raise _bad_name(key, name, "without <, > and line breaks")
+        known = key, json.dumps([schema, root], sort_keys=True)
+        if known not in self._tags:
+            rule = f"tag_{len(self._tags)}"
+            self._tags[known] = rule, ""
+            self._tags[known] = rule, self._tag(name, key, schema, root)
+        return self._tags[known][0]
 
     def _checked(self, terms: str, name: str, key: str) -> str:
         if not terms:

@@ -366,8 +366,9 @@ class TaggedCalls:
         return [self._piece(tag.groupdict()) for tag in self._pattern.finditer(text)]
 
     def _piece(self, tag: Mapping[str, str]) -> CallPiece:
-        found = self._typed(tag["key"], tag["value"], tag.get("kind"))
-        piece = argument_piece(None if self._has_arguments else self._name, tag["key"], found, tag["value"])
+        key = tag["key"].replace("&quot;", '"') if self._begin.endswith('"') else tag["key"]
+        found = self._typed(key, tag["value"], tag.get("kind"))
+        piece = argument_piece(None if self._has_arguments else self._name, key, found, tag["value"])
         self._has_arguments = True
         return piece
 
