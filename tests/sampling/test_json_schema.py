@@ -221,6 +221,15 @@ CASES = {
         [[], [1, 6]],
         [[7], [1, 9]],
     ),
+    "uniqueItems of bounded integers": (
+        {
+            "type": "array",
+            "items": {"anyOf": [{"type": "integer", "exclusiveMinimum": 0, "maximum": 3}, {"type": "null"}]},
+            "uniqueItems": True,
+        },
+        [[], [1, 2, 3], [None, 3]],
+        [[1, 1], [None, None], [0], [4], ["1"]],
+    ),
     "uniqueItems": (
         {"type": "array", "items": {"enum": ["a", "b", "c"]}, "uniqueItems": True, "minItems": 1},
         [["a"], ["c", "a"], ["b", "c", "a"]],
@@ -259,6 +268,17 @@ CASES = {
         },
         [{"a": 1}, {"a": 1, "b": 2}, {}],
         [{"c": 1}],
+    ),
+    "propertyNames out of a list beside patterns": (
+        {
+            "type": "object",
+            "properties": {"ab": {"minimum": 2}, "no": INTEGER},
+            "propertyNames": {"enum": ["ab", "b", "c"]},
+            "patternProperties": {"b": INTEGER, "^a": {"maximum": 3}},
+            "additionalProperties": {"type": "boolean"},
+        },
+        [{}, {"ab": 2, "b": 7, "c": True}, {"ab": 3}],
+        [{"ab": 1}, {"ab": 4}, {"b": True}, {"c": 1}, {"no": 1}, {"bb": 1}],
     ),
     "propertyNames of a length": (
         {"type": "object", "propertyNames": {"maxLength": 2}, "additionalProperties": INTEGER},

@@ -305,7 +305,11 @@ def _with_names(schema: Mapping[str, Any], allowed: Any) -> dict[str, Any]:
     own = found.get("properties") or {}
     further, patterns = found.get("additionalProperties", True), found.get("patternProperties") or {}
     properties = {name: each if names.allows(name) else False for name, each in own.items()}
-    if patterns and not all(pattern == names.pattern for pattern in patterns):
+    if patterns and names.listed is not None:
+        found["patternProperties"] = {}
+        properties = {name: _of_name(name, own, patterns, further) for name in {**own, **dict.fromkeys(names.listed)}}
+        properties = {name: each if names.allows(name) else False for name, each in properties.items()}
+    elif patterns and not all(pattern == names.pattern for pattern in patterns):
         raise InvalidArgumentError(
             f"expected propertyNames next to patternProperties of the same pattern, got {_short(patterns)}"
         )
@@ -321,6 +325,16 @@ def _with_names(schema: Mapping[str, Any], allowed: Any) -> dict[str, Any]:
     required = [name for name in found.get("required") or () if not names.allows(name)]
     properties |= dict.fromkeys(required, False)
     return {**found, "properties": properties, "additionalProperties": False}
+
+
+def _of_name(name: str, own: Mapping[str, Any], patterns: Mapping[str, Any], further: Any) -> Any:
+    """Returns the schema of the property of a name, by all keywords that are about it."""
+    parts = [own[name]] if name in own else []
+    try:
+        parts += [each for pattern, each in patterns.items() if re.search(pattern, name) is not None]
+    except re.error as error:
+        raise InvalidArgumentError(f"expected patterns in patternProperties, got another ({error})") from error
+    return all_of(parts) if parts else further
 
 
 def _short(patterns: Mapping[str, Any]) -> str:
@@ -373,20 +387,41 @@ def _without_repetition(schema: Mapping[str, Any], root: Any) -> dict[str, Any]:
     )
 
 
-def _values_of(schema: Any, root: Any) -> Sequence[Any] | None:
-    """Returns the values that a schema lists; None if it does not."""
-    if isinstance(schema, dict) and set(schema) == {"$ref"}:
-        schema = target_of(schema["$ref"], root)
+def _values_of(schema: Any, root: Any, level: int = 0) -> Sequence[Any] | None:
+    """Returns the values that a schema lists or its bounds leave; None for too many."""
+    if isinstance(schema, dict) and set(schema) == {"$ref"} and level < MAX_LEVEL:
+        return _values_of(target_of(schema["$ref"], root), root, level + 1)
     if not isinstance(schema, dict):
-        return None
-    if "const" in schema:
+        return [] if schema is False else None
+    if "const" in schema and schema.keys() <= {"const", "type"}:
         return [schema["const"]]
     if isinstance(values := schema.get("enum"), list) and schema.keys() <= {"enum", "type"}:
-        kept: list[Any] = []
-        for value in values:
-            kept += [] if any(is_same(value, each) for each in kept) else [value]
-        return kept
-    return [True, False] if schema.get("type") == "boolean" else None
+        return _different(values)
+    if schema.keys() == {"anyOf"} and level < MAX_LEVEL:
+        parts = [_values_of(each, root, level + 1) for each in schema["anyOf"]]
+        return None if None in parts else _different([each for part in parts for each in part or ()])
+    kind, bounds = schema.get("type"), schema.keys() - {"type"}
+    if kind == "integer" and bounds <= {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}:
+        return _integers_of(schema)
+    if bounds or kind not in ("boolean", "null"):
+        return None
+    return [True, False] if kind == "boolean" else [None]
+
+
+def _different(values: Sequence[Any]) -> list[Any]:
+    kept: list[Any] = []
+    for value in values:
+        kept += [] if any(is_same(value, each) for each in kept) else [value]
+    return kept
+
+
+def _integers_of(schema: Mapping[str, Any]) -> Sequence[int] | None:
+    """Returns the integers between the bounds of a schema; None for too many."""
+    least = [math.ceil(schema["minimum"])] if "minimum" in schema else []
+    least += [math.floor(schema["exclusiveMinimum"]) + 1] if "exclusiveMinimum" in schema else []
+    most = [math.floor(schema["maximum"])] if "maximum" in schema else []
+    most += [math.ceil(schema["exclusiveMaximum"]) - 1] if "exclusiveMaximum" in schema else []
+    return range(max(least), min(most) + 1) if least and most and min(most) - max(least) < MAX_ARRAYS else None
 
 
 def _without_neutral(schema: Mapping[str, Any]) -> dict[str, Any]:
