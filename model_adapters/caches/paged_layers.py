@@ -143,8 +143,12 @@ class PagedLayer(CacheLayerMixin):
         return key_states, value_states
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Returns sizes as if all positions were stored: only the window of a mask matters here."""
-        return self.layout.max_len, 0
+        """Returns sizes as if all positions were stored: only the window of a mask matters here.
+
+        A step may have more tokens than a sequence: DeepSeek-V4 widens a mask that is narrower than its keys, and what
+        is known of the mask would be lost.
+        """
+        return max(self.layout.max_len, query_length), 0
 
     def get_seq_length(self) -> int:
         """Returns 0: the sequences have no common length, and positions are given."""

@@ -144,6 +144,14 @@ def test_tokens_are_those_of_eager_pytorch(model_type):
         assert model.stats().scheduler.num_hit_tokens - before == (32 if is_hybrid else 40)
 
 
+def test_a_step_may_have_more_tokens_than_a_sequence():
+    """DeepSeek-V4's code widens a mask that is narrower than the keys of a step."""
+    options = dataclasses.replace(OPTIONS, max_model_len=24, max_num_batched_tokens=64)
+    with serve(tiny("deepseek_v4"), engine=options) as model:
+        assert tokens(model, prompts(15, 5, 11, 12), 8) == expected("deepseek_v4", 15, 5, 11, 12, num_new=8)
+        assert "not packed" not in model.engine.description
+
+
 N_GRAMS = """
 import test_sparse_indexers as tests
 
