@@ -5,6 +5,7 @@ import json
 import random
 import re
 
+import jsonschema
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -310,61 +311,67 @@ TAGGED = {
 """Properties of one type each: that of a text of two types is told by the text."""
 
 
-@pytest.mark.parametrize("is_special", [True, False])
-def test_whatever_is_sampled_of_gemma_follows_the_schema(is_special):
-    import jsonschema
-
-    tokenizer = tokenizer_with([each for each in SPECIAL if is_special or each != '<|"|>'])
+def sampled_arguments(family, schema, special, ends, share, max_tokens):
+    """Yields the arguments of 25 sampled calls of a function; tokens that begin like one of `ends` are more likely."""
+    tokenizer = tokenizer_with(special)
     compiler = GrammarCompiler(tokenizer, len(tokenizer), [tokenizer.eos_token_id])
-    tools = [{"type": "function", "function": {"name": "f-1", "parameters": NESTED}}]
-    special = {token.content: index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
-    rng, keys = random.Random(5), set()
-    grammar = call_grammar(FORMS["gemma4"].call, tools, special, is_forced=True, max_calls=1)
-    masks_for = compiler.masks(grammar)
+    tools = [{"type": "function", "function": {"name": "f-1", "parameters": schema}}]
+    ids_of = {token.content: index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+    rng = random.Random(5)
+    masks_for = compiler.masks(call_grammar(FORMS[family].call, tools, ids_of, is_forced=True, max_calls=1))
     for _ in range(25):
         masks, ids = masks_for(), []
-        while len(ids) < 400:
+        while len(ids) < max_tokens:
             tokens = allowed(masks, ids, len(tokenizer))
-            ends = [token for token in tokens if tokenizer.decode([token]) in ('<|"|>', "}", "]", "<", "|", '"', ">")]
-            token = rng.choice(ends if ends and rng.random() < 0.4 else tokens)
+            ending = [token for token in tokens if tokenizer.decode([token]).startswith(ends)]
+            token = rng.choice(ending if ending and rng.random() < share else tokens)
             if token == tokenizer.eos_token_id:
+                ((name, arguments),) = calls_of(family, tokenizer.decode(ids), tools)
+                assert name == "f-1"
+                yield arguments
                 break
             ids.append(token)
-        else:
-            continue  # a text without end
-        ((name, arguments),) = calls_of("gemma4", tokenizer.decode(ids), tools)
+
+
+@pytest.mark.parametrize("is_special", [True, False])
+def test_whatever_is_sampled_of_gemma_follows_the_schema(is_special):
+    special, keys = [each for each in SPECIAL if is_special or each != '<|"|>'], set()
+    for arguments in sampled_arguments("gemma4", NESTED, special, ('<|"|>', "}", "]", "<", "|", '"', ">"), 0.4, 400):
         keys |= arguments.keys()
         jsonschema.validate(arguments, NESTED)
-        assert name == "f-1"
     assert len(keys) > 4
 
 
 def test_whatever_is_sampled_of_nested_tags_follows_the_schema():
-    import jsonschema
-
-    tokenizer = tokenizer_with([*SPECIAL, "]<]minimax[>["])
-    compiler = GrammarCompiler(tokenizer, len(tokenizer), [tokenizer.eos_token_id])
-    schema = {**NESTED, "properties": {**NESTED["properties"], **TAGGED}}
-    tools = [{"type": "function", "function": {"name": "f-1", "parameters": schema}}]
-    special = {token.content: index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
-    rng, keys = random.Random(5), set()
-    masks_for = compiler.masks(call_grammar(FORMS["minimax-m3"].call, tools, special, is_forced=True, max_calls=1))
-    for _ in range(25):
-        masks, ids = masks_for(), []
-        while len(ids) < 900:
-            tokens = allowed(masks, ids, len(tokenizer))
-            ends = [token for token in tokens if tokenizer.decode([token])[:1] in ("]", "/")]
-            token = rng.choice(ends if ends and rng.random() < 0.6 else tokens)
-            if token == tokenizer.eos_token_id:
-                break
-            ids.append(token)
-        else:
-            continue  # a text without end
-        ((name, arguments),) = calls_of("minimax-m3", tokenizer.decode(ids), tools)
+    schema, keys = {**NESTED, "properties": {**NESTED["properties"], **TAGGED}}, set()
+    special = [*SPECIAL, "]<]minimax[>["]
+    for arguments in sampled_arguments("minimax-m3", schema, special, ("]", "/"), 0.6, 900):
         keys |= arguments.keys()
         jsonschema.validate(arguments, schema)
-        assert name == "f-1"
     assert len(keys) > 4
+
+
+@pytest.mark.parametrize("family", sorted(FORMS))
+def test_numbers_are_those_that_were_written(family):
+    schema = {**PARAMETERS, "properties": {**PARAMETERS["properties"], "days": {"type": "number"}}}
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": schema}}, *TOOLS[1:]]
+    for written, value in [("12345678901234567890123", 12345678901234567890123), ("-2.5E+777", float("-inf"))]:
+        if family in ("lfm2", "lfm2.5", "minicpm3") and isinstance(value, float):
+            continue  # Python has no such number: the call is text
+        text = ANSWERS[family][0].replace("3", written)
+        assert calls_of(family, text, tools)[0] == ("weather", {**ARGUMENTS, "days": value})
+
+
+@pytest.mark.parametrize(
+    "written, value", [("5", 5), ("3e999", float("inf")), ("NaN", "NaN"), ("-Infinity", "-Infinity")]
+)
+def test_numbers_of_nested_tags(written, value):
+    node = {"type": "object", "properties": {"size": {"type": "number"}}}
+    tree = {"type": "array", "items": node}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"tree": tree}}}}]
+    text = '<tool_call>\n<invoke name="f"><tree><item><size>7</size></item><item><size>N</size></item></tree></invoke>'
+    text = text.replace("<", "]<]minimax[>[<").replace("N", written)
+    assert calls_of("minimax-m3", text, tools) == [("f", {"tree": [{"size": 7}, {"size": value}]})]
 
 
 def test_quotes_in_names_of_arguments(compiler, tokenizer):

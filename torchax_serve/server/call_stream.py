@@ -61,20 +61,38 @@ class CallStream(Protocol):
 Typed = Callable[[str, str, str | None], Any]
 
 
-def argument_piece(name: str | None, key: str, value: Any, written: str) -> CallPiece:
+def argument_piece(name: str | None, key: str, text: str) -> CallPiece:
     """Returns the piece of an argument that is complete.
 
     Args:
         name: Name of the function, for its first argument; None for a later one.
         key: Name of the argument.
-        value: Its value.
-        written: Its text, for a value that is no JSON.
+        text: JSON text of its value.
+    """
+    return CallPiece(name, f"{', ' if name is None else '{'}{json.dumps(key, ensure_ascii=False)}: {text}")
+
+
+def json_text(value: Any, written: str) -> str:
+    """Returns the JSON text of a value that a model wrote.
+
+    Args:
+        value: The value as Python has it.
+        written: Its text: of numbers beyond float64, such as ``1e999``, it is the JSON text; of what is no JSON,
+            such as ``NaN``, it becomes a string.
     """
     try:
-        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
     except (ValueError, RecursionError):
-        text = json.dumps(written, ensure_ascii=False)
-    return CallPiece(name, f"{', ' if name is None else '{'}{json.dumps(key, ensure_ascii=False)}: {text}")
+        return written.strip() if _is_json(written) else json.dumps(written, ensure_ascii=False)
+
+
+def _is_json(text: str) -> bool:
+    """Returns whether a text is JSON as RFC 8259 has it, without ``NaN`` and ``Infinity``."""
+    try:
+        json.loads(text, parse_constant=int)  # an error, as no such name is an integer
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 class JsonCalls:
@@ -368,7 +386,8 @@ class TaggedCalls:
     def _piece(self, tag: Mapping[str, str]) -> CallPiece:
         key = tag["key"].replace("&quot;", '"') if self._begin.endswith('"') else tag["key"]
         found = self._typed(key, tag["value"], tag.get("kind"))
-        piece = argument_piece(None if self._has_arguments else self._name, key, found, tag["value"])
+        name = None if self._has_arguments else self._name
+        piece = argument_piece(name, key, json_text(found, tag["value"]))
         self._has_arguments = True
         return piece
 

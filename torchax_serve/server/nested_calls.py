@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torchax_serve.sampling.schema_facts import parts_of
-from torchax_serve.server.call_stream import CallPiece, argument_piece, merged
+from torchax_serve.server.call_stream import CallPiece, argument_piece, json_text, merged
 from torchax_serve.server.schema_types import types_of
 
 ITEM = "item"
@@ -101,8 +101,8 @@ class NestedCalls:
         if self._open:
             return []
         schema = _child(self._schema, tag.key, self._schema)
-        value = _value(tag, schema, self._schema)
-        piece = argument_piece(None if self._has_arguments else self._name, tag.key, value, tag.text)
+        name = None if self._has_arguments else self._name
+        piece = argument_piece(name, tag.key, _text_of(tag, schema, self._schema))
         self._has_arguments = True
         return [piece]
 
@@ -112,13 +112,17 @@ def _num_begun(text: str, prefix: str) -> int:
     return next((size for size in range(min(len(prefix) - 1, len(text)), 0, -1) if text.endswith(prefix[:size])), 0)
 
 
-def _value(tag: _Tag, schema: Any, root: Mapping[str, Any]) -> Any:
+def _text_of(tag: _Tag, schema: Any, root: Mapping[str, Any]) -> str:
+    """Returns the JSON text of a tag's value."""
     types = types_of(schema, root)
     if not tag.tags:
-        return _leaf(tag.text, types)
+        return json_text(_leaf(tag.text, types), tag.text)
     is_list = all(each.key == ITEM for each in tag.tags) and ("array" in types or "object" not in types)
-    values = [_value(each, _child(schema, None if is_list else each.key, root), root) for each in tag.tags]
-    return values if is_list else dict(zip([each.key for each in tag.tags], values, strict=True))
+    texts = [_text_of(each, _child(schema, None if is_list else each.key, root), root) for each in tag.tags]
+    if is_list:
+        return f"[{', '.join(texts)}]"
+    by_key = dict(zip([each.key for each in tag.tags], texts, strict=True))  # of tags of one name the last
+    return f"{{{', '.join(f'{json.dumps(key, ensure_ascii=False)}: {text}' for key, text in by_key.items())}}}"
 
 
 def _child(schema: Any, key: str | None, root: Mapping[str, Any]) -> Any:

@@ -255,7 +255,8 @@ class TolerantParser(ResponseParser):
             if kind is not None and (not types or "string" in types):
                 return text if kind in ("string", "true") else _of_json(text)
             call = {"function": {"name": name, "arguments": {key: text}}}
-            return _of_python(self._coerce_tool_calls(call)["function"]["arguments"][key], types)
+            found = self._coerce_tool_calls(call)["function"]["arguments"][key]
+            return _of_python(_exact(found, text) if "number" in types else found, types)
 
         return typed
 
@@ -289,6 +290,14 @@ def _of_json(text: str) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError):
         return text
+
+
+def _exact(value: Any, text: str) -> Any:
+    """Returns a number as it is written; transformers has rounded it to float64, or read none."""
+    if isinstance(value, bool) or not (isinstance(value, (int, float)) or value == text):
+        return value
+    found = _of_json(text)
+    return found if isinstance(found, (int, float)) and not isinstance(found, bool) else value
 
 
 def _types_of(schema: Any) -> Sequence[str]:
