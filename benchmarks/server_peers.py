@@ -3,8 +3,9 @@
     python benchmarks/peers.py install environments vllm
     python benchmarks/server_peers.py --environments environments --work work --output results.json
 
-Text: the shape of 184 M parameters with random weights, in bfloat16 on both sides. Pooling: --pooling-model, in float32
-on both sides. Both servers run at once, the one that is not asked is stopped by a signal; clients are tasks of this
+Text: the shape of 184 M parameters with random weights, in --dtype on both sides. vLLM has kernels for bfloat16 on
+processors with AVX-512 only; on others float32 compares both at their best. Pooling: --pooling-model, in float32 on
+both sides. Both servers run at once, the one that is not asked is stopped by a signal; clients are tasks of this
 process that read sockets, the same for both. Turns alternate; medians of the turns are shown.
 
 With --rates, requests also arrive as a Poisson process: 64 of them, prompts of 16 to 512 tokens, answers of 16 to 128.
@@ -303,6 +304,7 @@ def parse():
     parser.add_argument("--work", type=Path, required=True, help="folder of checkpoints, caches and logs")
     parser.add_argument("--pooling-model", type=Path, help="a checkpoint for embeddings; none: text alone")
     parser.add_argument("--no-text", action="store_true")
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"), help="of the text model")
     parser.add_argument("--rates", type=float, nargs="+", default=[], help="requests per second that arrive")
     parser.add_argument("--goodput", type=float, nargs=2, default=[1000, 50], metavar=("TTFT_MS", "TPOT_MS"))
     parser.add_argument("--only-rates", action="store_true", help="no clients that wait for their answers")
@@ -330,7 +332,7 @@ def main():
     facts = {"command": " ".join(["python", *sys.argv]), "machine": dataclasses.asdict(Machine.here())}
     found = facts | {"peer": peer}
     if not options.no_text:
-        length = ["--max-model-len", "1024"]
+        length = ["--max-model-len", "1024", "--dtype", options.dtype]
         flags = {"ours": length} | ({"vllm": length} if options.environments else {})
         if options.beside:
             flags["beside"] = [*length, *(f"--{option}" for option in options.beside)]

@@ -163,6 +163,30 @@ def server_part(results: Path) -> str:
     return f"## HTTP servers\n\n{filled(f'{caption} {commands}')}\n\n" + "\n".join(lines) + "\n"
 
 
+def arrivals_part(results: Path) -> str | None:
+    """Requests that arrive at a rate, a row for each number and both servers."""
+    names = {
+        "ttft_p50_ms": "time to the first token, p50, ms",
+        "ttft_p99_ms": "time to the first token, p99, ms",
+        "tpot_p50_ms": "time per token behind it, p50, ms",
+        "tokens_per_s": "tokens/s",
+    }
+    found = [json.loads(path.read_text()) for path in sorted(results.glob("server-arrivals-*.json"))]
+    if not found:
+        return None
+    lines = ["| requests/s | | ours | vLLM |", "|---" * 4 + "|"]
+    for result in found:
+        for rate, sides in result["text"]["arrivals"].items():
+            for key, name in names.items():
+                lines.append(f"| {rate} | {name} | {text_of(sides['ours'][key])} | {text_of(sides['vllm'][key])} |")
+    caption = (
+        "Over HTTP, streamed: 64 requests as a Poisson process, prompts of 16 to 512 tokens, answers of 16 to 128, the"
+        " shape of 184 million parameters."
+    )
+    about = " ".join(f"{describe(result)} Peer: {result['peer']}." for result in found)
+    return f"## Requests that arrive\n\n{filled(f'{caption} {about}')}\n\n" + "\n".join(lines) + "\n"
+
+
 def kinds_part(found: Sequence[Mapping[str, Any]]) -> str | None:
     """Decoding and prefill of other shapes than the one of most results, a row for each system."""
     if not found:
@@ -214,7 +238,7 @@ def page(results: Path) -> str:
                 measured_anew = {kind for each in newer for kind in start_cells(each["rows"])}
                 cells = start_cells(result["rows"])
                 parts.append(table({kind: cells[kind] for kind in cells if kind not in measured_anew}))
-    parts += filter(None, [kinds_part(kinds), server_part(results)])
+    parts += filter(None, [kinds_part(kinds), server_part(results), arrivals_part(results)])
     curves = [name for name in PANELS if (results / f"curves-{name}.json").exists()]
     for name in curves:
         result = json.loads((results / f"curves-{name}.json").read_text())
