@@ -16,6 +16,7 @@ from model_adapters.ops import compressed_weight
 from model_adapters.ops.compressed_weight import CompressedWeight, Stored, Weight
 from model_adapters.ops.cpu import compress
 from model_adapters.ops.cpu.huge_pages import HugePages, in_huge_pages
+from model_adapters.program.latent_attention import READ_BY_HEAD
 
 MIN_BYTES = 1 << 17
 """Of a weight. A smaller one stays in the processor's cache anyway."""
@@ -25,9 +26,6 @@ MAX_PADDING = 0.05
 
 EXPERTS = ("gate_up_proj", "up_proj", "down_proj")
 """Weights of a module that has one of transformers' functions for experts, `program/moe.py` among them."""
-
-READ_BY_HEAD = ".kv_b_proj"
-"""Layers of latent attention, of which attention to latents takes the matrix of each head."""
 
 INDEX_BYTES = 4
 """Of an entry of an index, int32."""
@@ -102,7 +100,7 @@ def pack_weights(module: torch.nn.Module, weights: dict[str, Weight]) -> int:
 def _multiplied(path: str, module: torch.nn.Module) -> list[str]:
     """Returns the names of `module`'s weights [..., out, in] that its products alone read."""
     dot = f"{path}." if path else ""
-    if path.endswith(READ_BY_HEAD):
+    if path.endswith(f".{READ_BY_HEAD}"):
         return []
     if isinstance(module, torch.nn.Linear):
         return [f"{dot}weight"] if type(module).forward is torch.nn.Linear.forward else []

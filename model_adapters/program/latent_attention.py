@@ -25,6 +25,9 @@ from model_adapters.caches.paged_layers import LatentWrite, PagedWrite
 from model_adapters.ops.compressed_weight import lora_of
 from model_adapters.program.trace_context import replaced_methods, same_code
 
+READ_BY_HEAD = "kv_b_proj"
+"""Layer whose matrix attention to latents takes by head: `pack_weights` leaves it as it is."""
+
 
 def intercepted(module: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
     """Makes latent attention in `module` annotate its keys, inside the context."""
@@ -56,7 +59,7 @@ def _up_projections(attention: Any) -> tuple[Any, Any]:
     Raises:
         NotPackableError: more than one product with one matrix makes keys and values of a latent.
     """
-    up = attention.kv_b_proj
+    up = getattr(attention, READ_BY_HEAD)
     if type(up).forward is not torch.nn.Linear.forward or up.bias is not None:
         raise NotPackableError("latents are expanded by more than one matrix")
     weight = jax_view(up.weight)
