@@ -60,13 +60,15 @@ class MeasuredSide:
         self.warm_up_s = time.perf_counter() - began
 
     def turn(self, inputs: Iterator[Inputs]) -> None:
-        """One timed call for a token, and one for all; again if something was compiled meanwhile."""
+        """One timed call for a token, and one for all; again if something was compiled meanwhile.
+
+        Each has prompts of its own: of those that it has seen the engine keeps the pages.
+        """
         assert self.side is not None
         for _ in range(MOST_TRIES):
-            given = next(inputs)
             with count_programs() as programs:
-                first = timed(self.side, given, 1)
-                last = timed(self.side, given, NEW_TOKENS)
+                first = timed(self.side, next(inputs), 1)
+                last = timed(self.side, next(inputs), NEW_TOKENS)
                 self.side.wait()
             if not programs[0]:
                 break

@@ -41,8 +41,8 @@ class Results:
         found = list(found)
         threads = Counter(row["threads"] for row in found).most_common(1)[0][0]
         found = [row for row in found if row["threads"] == threads]
-        rows = [row for row in found if ratio(row, "decode") is not None]
-        others = [row for row in found if ratio(row, "decode") is None]
+        rows = [row for row in found if row["ratios"].get("engine")]
+        others = [row for row in found if not row["ratios"].get("engine")]
         is_busy = statistics.median(row["cores_in_use"] for row in rows) > BUSY_CORES if rows else False
         return cls(rows, others, "_cpu" if is_busy else "")
 
@@ -83,7 +83,8 @@ def section(folder: Path) -> str | None:
     introduction = (
         f"`python benchmarks/types_speed.py` on {results.machine()}. The engine of `serve(model)` with its default "
         "options and the drop-in, over eager PyTorch's `generate` on the same weights: a random model of each type "
-        "with about 100 million weights, 64 tokens and 32 new ones. Decoding, medians over the types of a kind:"
+        "with about 100 million weights, 64 tokens and 32 new ones. Decoding, medians over the types of a kind, empty "
+        "where it was not measured:"
     )
     slow = [f"{number}: {', '.join(_slow(results, number)) or 'none'}" for number in ("decoding", "prefill")]
     rest = f"Types whose engine is slower than eager PyTorch in some row: {'; '.join(slow)}."
@@ -120,7 +121,8 @@ def _slow(results: Results, number: str) -> list[str]:
     for row in results.rows:
         name = row["type"] if row["task"] == "causal" else f"{row['task']}:{row['type']}"
         value = ratio(row, f"{'decode' if number == 'decoding' else number}{results.suffix}")
-        lowest[name] = min(value or 0.0, lowest.get(name, value or 0.0))
+        if value is not None:
+            lowest[name] = min(value, lowest.get(name, value))
     slow = sorted((value, name) for name, value in lowest.items() if value < 1)
     return [f"`{name}` {value:.2f}" for value, name in slow]
 

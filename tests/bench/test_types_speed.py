@@ -3,6 +3,7 @@
 import argparse
 import json
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -86,6 +87,23 @@ def test_decoding_is_what_a_call_for_all_tokens_takes_longer_than_one_for_a_toke
     assert (found["decode_s"], found["decode_cpu_s"]) == (4.0, 7.0)
     assert found["decode_tokens_per_s"] == pytest.approx(8 * 31 / 4.0)
     assert found["prefill_tokens_per_s"] == pytest.approx(8 * 64 / 2.0)
+
+
+def test_no_call_has_the_prompts_of_another():
+    class Recorded:
+        calls: ClassVar[list[tuple[str, int]]] = []
+
+        def run(self, inputs, new_tokens):
+            self.calls.append((inputs, new_tokens))
+
+        def wait(self):
+            pass
+
+    side, prompts = MeasuredSide("engine", None), iter("abcd")
+    side.side = Recorded()
+    for _ in range(2):
+        side.turn(prompts)
+    assert Recorded.calls == [("a", 1), ("b", 32), ("c", 1), ("d", 32)]
 
 
 def test_agreement_is_the_part_before_the_first_other_token():
