@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from interpreted_tpu import PARAMS
 from jax.experimental.pallas import tpu as pltpu
 from thorough import pairs
 
@@ -14,7 +15,6 @@ from model_adapters.ops.compressed_weight import substituted
 from model_adapters.ops.quantized_weight import FP4_DOUBLED, NF4, Scheme, dequantize, make_quantized, take_rows
 from model_adapters.quantization.device_layout import lay_out
 
-PARAMS = pltpu.InterpretParams(dma_execution_mode="on_wait", uninitialized_memory="nan", detect_races=True)
 INT4, INT8, CODES, HALVES = range(-8, 8), range(-128, 128), range(16), FP4_DOUBLED
 FORMS = {  # numbers, dtype that holds them on an accelerator, scheme
     "int8 by row": (INT8, "int8", Scheme(8, 256)),

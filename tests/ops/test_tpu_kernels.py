@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from interpreted_tpu import PARAMS
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from ops_oracle import assert_close
@@ -25,7 +26,6 @@ from model_adapters.ops.tpu import int8_matmul
 from model_adapters.ops.tpu.kv_write import write_tokens
 from model_adapters.ops.tpu.page_buffers import Blocks
 
-PARAMS = pltpu.InterpretParams(dma_execution_mode="on_wait", uninitialized_memory="nan", detect_races=True)
 DTYPES = (
     ("float32", None),
     ("bfloat16", None),

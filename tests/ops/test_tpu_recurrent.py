@@ -16,6 +16,7 @@ import pytest
 import recurrent_on_mesh
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from interpreted_tpu import PARAMS
 from jax.experimental.pallas import tpu as pltpu
 from recurrent_oracle import (
     NUM_ROWS,
@@ -37,7 +38,6 @@ from model_adapters.ops.tpu import state_scans, state_steps
 from model_adapters.ops.tpu.gated_delta_rule import _inverses
 from model_adapters.ops.tpu.state_steps import Columns
 
-PARAMS = pltpu.InterpretParams(dma_execution_mode="on_wait", uninitialized_memory="nan", detect_races=True)
 LAYERS = {
     "delta": delta_layer,
     "delta by column": functools.partial(delta_layer, key_heads=4, by_column=True),
