@@ -1,6 +1,7 @@
 """``doctor``: what the report has, what makes it end with 1, and what it keeps to itself."""
 
 import dataclasses
+import functools
 import importlib
 import importlib.metadata
 import json
@@ -111,7 +112,8 @@ def test_a_kernel_that_fails_is_a_problem(monkeypatch):
         raise RuntimeError("Mosaic failed to compile\nat length")
 
     put_in_place_of_the_kernel(monkeypatch, fails)
-    fact = kernel_checks._compared("row_sum", "cpu-ffi", 1)
+    expected_of = functools.partial(kernel_checks._expected, "row_sum", size=1)
+    fact = kernel_checks._compared("row_sum", "cpu-ffi", 1, expected_of)
     assert fact.state == "problem"
     assert fact.value == "float32 fails with RuntimeError: Mosaic failed to compile"
 

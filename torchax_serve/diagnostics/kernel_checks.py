@@ -6,6 +6,7 @@ The reference is computed on the CPU in float32 from the same inputs, whatever t
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -248,14 +249,15 @@ def numerics(note: Callable[[str], None], *, size: int = 4) -> Iterator[Fact]:
     One beyond `TOLERANCE` is a problem.
     """
     for op in ops.list_ops():
+        expected_of = functools.cache(partial(_expected, op.name, size=size))  # compiled once, and then let go
         for implementation in op.implementations:
             if registry.platform() not in implementation.platforms or implementation.name == _ON_A_MESH:
                 continue
             note(f"computing {op.name} by {implementation.name}")
-            yield _compared(op.name, implementation.name, size)
+            yield _compared(op.name, implementation.name, size, expected_of)
 
 
-def _compared(op: str, implementation: str, size: int) -> Fact:
+def _compared(op: str, implementation: str, size: int, expected_of: Callable[[str], Any]) -> Fact:
     differences, unsupported = {}, []
     for dtype, tolerance in TOLERANCE.items():
         case = CASES[op](dtype, size)
@@ -268,7 +270,7 @@ def _compared(op: str, implementation: str, size: int) -> Fact:
                 continue
             with registry.use(op, implementation):
                 got = jax.jit(_untraced(case))(*case.args)
-            differences[dtype] = (largest_difference(got, _reference(CASES[op](dtype, size))), tolerance)
+            differences[dtype] = (largest_difference(got, expected_of(dtype)), tolerance)
         except Exception as error:  # reports whatever a compiler raises
             reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
             return Fact(f"{op}, {implementation}", f"{dtype} fails with {reason}", "problem")
@@ -306,8 +308,9 @@ def _unsupported_reason(op: str, implementation: str, case: KernelCase) -> str |
     return None
 
 
-def _reference(case: KernelCase) -> Any:
-    """Returns the result of `case` in float32 on the CPU, with references for all ops."""
+def _expected(name: str, dtype: str, size: int) -> Any:
+    """Returns the result of a case in float32 on the CPU, with references for all ops."""
+    case = CASES[name](dtype, size)
     with contextlib.ExitStack() as stack:
         stack.enter_context(jax.default_device(jax.devices("cpu")[0]))
         stack.enter_context(registry.on_platform("cpu"))
