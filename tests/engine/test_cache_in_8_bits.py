@@ -23,6 +23,7 @@ from torchax_serve.engine.factory import build_engine, build_single_engine
 from torchax_serve.executors.choice import choose_executor
 from torchax_serve.executors.packed.factory import packed_executor
 from torchax_serve.executors.per_sequence.executor import PerSequenceExecutor
+from torchax_serve.executors.per_sequence.factory import PerSequenceFactory
 from torchax_serve.kv_cache.memory import MemoryBudget
 from torchax_serve.kv_cache.scales import HEADROOM, TRIAL_LEN, TRIAL_ROWS
 from torchax_serve.scheduler import PlanRow
@@ -184,13 +185,16 @@ def test_kernels_store_float8_as_the_reference_does_and_attend_alike(llama_in_fl
 
 @torch.no_grad()
 @pytest.mark.parametrize(("name", "dtype"), [thorough("int8", "int8"), ("fp8", "float8_e4m3fn")])
-def test_a_model_that_runs_per_sequence_reads_rounded_keys_and_values(name, dtype):
+def test_a_model_that_runs_per_sequence_reads_rounded_keys_and_values(name, dtype, monkeypatch):
     """Each forward attends to its own tokens as they are, and to those stored before as numpy rounds them."""
+    made, own = [], PerSequenceFactory.model  # whose programs are compiled by each executor anew
+    monkeypatch.setattr(PerSequenceFactory, "model", lambda *each: made.append(each[1:]) or own(*each))
     ids, cuts = prompt_of(20, 3), [0, 16, 17, 18, 19, 20]
     sizes = MemoryBudget(**LAYOUT, kv_cache_memory_bytes=1 << 18, kv_cache_dtype=name)
     with serve(tiny_model("bloom")) as model:
         executor = choose_executor(model._generator()._jax_runtime, sizes).executor
         assert isinstance(executor, PerSequenceExecutor)
+        assert len(made) == len({(id(cache), block_len) for cache, block_len in made})
         scales, (table,) = executor.cache._scales, executor.first_pages()
         eager, cache, whole = tiny_model("bloom"), DynamicCache(), DynamicCache()
         for start, end in itertools.pairwise(cuts):

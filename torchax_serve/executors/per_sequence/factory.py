@@ -299,7 +299,7 @@ class PerSequenceFactory:
         needed = -(-PROBE_LEN // self.sizes.page_size)
         is_rounded = any(str(leaf.dtype) in LARGEST for leaf in cache.plan.shapes)
         if is_rounded or any(group.num_pages <= needed for group in cache.plan.groups):
-            make = functools.partial(self.model, self._small_cache())
+            make = functools.cache(functools.partial(self.model, self._small_cache()))
         with as_unsupported():
             return find_chunk_len(
                 make,
