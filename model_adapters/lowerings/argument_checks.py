@@ -103,10 +103,12 @@ def _described(values: Any) -> Any:
 def _refusal(func: Callable[..., Any], num_positional: int, names: tuple[str, ...], described: Any) -> str | None:
     """Returns what PyTorch says against arguments, or None if it takes them or cannot tell.
 
-    JAX's int32 is PyTorch's int64, which most operators want as indices, or the int32 that some want: both are tried.
+    JAX's int32 is PyTorch's int64, which most operators want as indices, or the int32 that some want, which is tried
+    where the first is refused.
     """
-    answers = [_answer(func, num_positional, names, described, wide) for wide in (True, False)]
-    return answers[0] if None not in answers else None
+    refusal = _answer(func, num_positional, names, described, wide=True)
+    is_taken = refusal is None or _answer(func, num_positional, names, described, wide=False) is None
+    return None if is_taken else refusal
 
 
 def _answer(
