@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -11,7 +12,7 @@ from torchax_serve.planning.compiled_steps import ProgramReport
 
 
 @dataclasses.dataclass(frozen=True)
-class ForwardPlan:
+class ForwardPlan(abc.ABC):
     """Result of a plan of one forward; bytes are those of one device."""
 
     model: str
@@ -34,9 +35,9 @@ class ForwardPlan:
     left_out: ClassVar[str] = ""
 
     @property
+    @abc.abstractmethod
     def subject(self) -> str:
         """What is computed."""
-        raise NotImplementedError
 
     def to_json(self) -> dict[str, Any]:
         """Returns the plan as JSON types."""
