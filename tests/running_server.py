@@ -6,6 +6,7 @@ import time
 
 import httpx
 import pytest
+import task_models
 
 from torchax_serve import EngineOptions, serve
 from torchax_serve.engine.engine import Engine
@@ -73,6 +74,22 @@ def serving(path, *, engine=None, **options):
             running.stop()
 
 
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory):
+    """Starts a server of a model of `task_models`, once."""
+    found = {}
+
+    def of(name):
+        if name not in found:
+            path = tmp_path_factory.mktemp(name)
+            getattr(task_models, name)(path)
+            found[name] = opened.enter_context(serving(path))
+        return found[name]
+
+    with contextlib.ExitStack() as opened:
+        yield of
+
+
 class _Unclosed:
     """The model of all tests, which one server's end does not close."""
 
@@ -125,4 +142,4 @@ def client(server):
         yield found
 
 
-__all__ = ["ENGINE", "RunningServer", "client", "http", "model", "server", "serving", "start_server"]
+__all__ = ["ENGINE", "RunningServer", "client", "http", "model", "server", "servers", "serving", "start_server"]

@@ -15,9 +15,9 @@ PACKAGES = (
 )
 
 if all(importlib.util.find_spec(package) for package in PACKAGES):
-    from running_server import client, http, model, server, start_server
+    from running_server import client, http, model, server, servers, start_server
 
-    __all__ = ["client", "http", "model", "server", "start_server"]
+    __all__ = ["client", "http", "model", "server", "servers", "start_server"]
 else:
     collect_ignore_glob = ["test_*.py"]
 if not importlib.util.find_spec("ollama"):

@@ -1,7 +1,6 @@
 """Labels and embeddings of files, and speech, over HTTP: those of the model's own calls."""
 
 import base64
-import contextlib
 import gzip
 import io
 import json
@@ -15,27 +14,10 @@ import soundfile
 import task_models
 import torch
 from PIL import Image
-from running_server import serving
 
 from torchax_serve.server.speech import sentences
 
 pytestmark = pytest.mark.filterwarnings("ignore:Explicitly requested dtype int64:UserWarning")
-
-
-@pytest.fixture(scope="module")
-def servers(tmp_path_factory):
-    """Starts a server of a model of `task_models`, once."""
-    found = {}
-
-    def of(name):
-        if name not in found:
-            path = tmp_path_factory.mktemp(name)
-            getattr(task_models, name)(path)
-            found[name] = opened.enter_context(serving(path))
-        return found[name]
-
-    with contextlib.ExitStack() as opened:
-        yield of
 
 
 def png(image, **options):

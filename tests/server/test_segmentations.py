@@ -1,7 +1,6 @@
 """Masks over HTTP: those of the model's own calls, by JSON and by a form, encoded once for many prompts."""
 
 import base64
-import contextlib
 import io
 import json
 
@@ -10,7 +9,6 @@ import numpy as np
 import pytest
 import task_models
 from PIL import Image
-from running_server import serving
 
 from torchax_serve.server.segmentations import run_lengths
 from torchax_serve.tasks import prompted_masks
@@ -18,22 +16,6 @@ from torchax_serve.tasks import prompted_masks
 ROUTE = "/v1/images/segmentations"
 POINTS, LABELS = [[20, 10], [40, 20]], [1, 0]
 BOXES = [[5, 4, 30, 20], [30, 10, 60, 30]]
-
-
-@pytest.fixture(scope="module")
-def servers(tmp_path_factory):
-    """Starts a server of a model of `task_models`, once."""
-    found = {}
-
-    def of(name):
-        if name not in found:
-            path = tmp_path_factory.mktemp(name)
-            getattr(task_models, name)(path)
-            found[name] = opened.enter_context(serving(path))
-        return found[name]
-
-    with contextlib.ExitStack() as opened:
-        yield of
 
 
 def png(image):
