@@ -165,6 +165,19 @@ def test_a_call_that_the_template_leaves_out_is_refused(shown):
         prompt_of(template, [USER, {"role": "assistant", "content": "", "tool_calls": [CALL, other]}, USER])
 
 
+@pytest.mark.parametrize("call_id", ["functions.add:0", "add:12"])
+def test_a_call_may_be_shown_by_an_id_that_has_its_name(call_id):
+    """As Kimi K2's template shows it."""
+    template = (
+        "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.id }}{% endfor %}{% endfor %}"
+    )
+    messages = [USER, {"role": "assistant", "content": "", "tool_calls": [{**CALL, "id": call_id}]}, USER]
+    assert prompt_of(template, messages) == expected_of(template, messages)
+    messages[1]["tool_calls"] = [{**CALL, "id": "call_add"}]
+    with pytest.raises(ChatTemplateError, match=r"leaves a call of messages\[1\] out"):
+        prompt_of(template, messages)
+
+
 def test_function_becomes_the_tool_schema_of_transformers():
     def add(a: int, b: int) -> int:
         """

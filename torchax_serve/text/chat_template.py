@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import json
 import operator
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -272,9 +273,9 @@ def _with_text(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def _call_check(conversation: list[dict[str, Any]]) -> Iterator[_Check]:
-    """Yields the conversation with another name of its last call, if it has calls.
+    """Yields the conversation with another name of its last call.
 
-    The prompt must differ, too.
+    The prompt must differ, too. The name may be a part of the call's id: Kimi's template writes the id alone.
     """
     found = [index for index, message in enumerate(conversation) if message.get("tool_calls")]
     if not found:
@@ -283,6 +284,9 @@ def _call_check(conversation: list[dict[str, Any]]) -> Iterator[_Check]:
     *others, call = message["tool_calls"]
     function = call.get("function", call)
     changed = {**function, "name": _marked(function["name"])} if function["name"].strip() else function
+    name, call_id = function["name"], str(call.get("id"))
+    if re.fullmatch(rf"(functions\.)?{re.escape(name)}:\d+", call_id):
+        call = {**call, "id": call_id.replace(f"{name}:", f"{changed['name']}:")}
     calls = [*others, {**call, "function": changed} if "function" in call else changed]
     if calls != message["tool_calls"]:
         variant = [*conversation[: found[-1]], {**message, "tool_calls": calls}, *conversation[found[-1] + 1 :]]
