@@ -58,8 +58,10 @@ from model_adapters.lowerings.torchax_fixes import (
     _mend_type_as,
     _name_unknown_dtypes,
     _order_equal_values,
+    _return_named_results,
     _stay_on_device,
     _take_by_host_indices,
+    _take_quantiles_of_the_host,
     _tell_missing_at_once,
     _update_running_statistics,
     _view_bits,
@@ -125,6 +127,8 @@ def install() -> None:
     set_in_place(torch.ops.aten.index_add_, torch.ops.aten.index_add)
     _pad_by_known_widths()
     _take_by_host_indices()
+    _take_quantiles_of_the_host()
+    _return_named_results()
     _stay_on_device()
     _view_bits()
     promotion.install()

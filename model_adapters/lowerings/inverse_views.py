@@ -42,7 +42,7 @@ def inverse_of(
     """
     name, _, overload = func.name().partition("::")[2].partition(".")
     if overload == "dtype":
-        return lambda full, new: _as_bits_of(full, new)
+        return lambda full, new: viewed_bits(new, full.dtype)
     if name in _RESHAPED:
         return lambda full, new: new.reshape(full.shape)
     if name in ("_conj", "_neg_view"):
@@ -97,12 +97,20 @@ def _part(
     return (*(slice(None),) * dim, slice(start, start + shapes[place][dim]))
 
 
-def _as_bits_of(full: Any, new: Any) -> Any:
-    if new.dtype.itemsize < full.dtype.itemsize:  # the last axis was that of the parts of each number
-        new = new.reshape(*full.shape, -1)
-    elif new.dtype.itemsize > full.dtype.itemsize:
-        return jax.lax.bitcast_convert_type(new, full.dtype).reshape(full.shape)
-    return jax.lax.bitcast_convert_type(new, full.dtype)
+def viewed_bits(x: jax.Array, wanted: Any) -> jax.Array:
+    """Returns the bits of `x` as numbers of the dtype `wanted`, parts in the last axis."""
+    if x.dtype == wanted:
+        return x
+    if x.dtype == jnp.complex64:  # XLA has no bits of complex numbers
+        x = jnp.stack([x.real, x.imag], -1).reshape(*x.shape[:-1], -1)
+    if wanted == jnp.complex64:
+        parts = viewed_bits(x, jnp.dtype(jnp.float32))
+        return jax.lax.complex(parts[..., ::2], parts[..., 1::2])
+    num_parts = wanted.itemsize // x.dtype.itemsize
+    if num_parts > 1:
+        return jax.lax.bitcast_convert_type(x.reshape(*x.shape[:-1], -1, num_parts), wanted)
+    bits = jax.lax.bitcast_convert_type(x, wanted)
+    return bits.reshape(*x.shape[:-1], -1) if bits.ndim > x.ndim else bits
 
 
 def _scattered(name: str, read: Read, full: Any, new: Any) -> Any:

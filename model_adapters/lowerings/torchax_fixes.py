@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import jax
@@ -23,6 +24,7 @@ from model_adapters.bridge.views import (
 )
 from model_adapters.errors import UnsupportedModelError
 from model_adapters.lowerings import constant_folding
+from model_adapters.lowerings.inverse_views import viewed_bits
 from model_adapters.lowerings.written_results import write
 
 
@@ -72,11 +74,7 @@ def _view_bits() -> None:
         wanted = jnp.dtype(str(dtype).removeprefix("torch."))
         if jax.dtypes.canonicalize_dtype(wanted) != wanted:
             raise UnsupportedModelError(f"view({dtype}): expected a dtype of at most 32 bits, which JAX has here")
-        parts = wanted.itemsize // x.dtype.itemsize
-        if parts > 1:
-            return jax.lax.bitcast_convert_type(x.reshape(*x.shape[:-1], -1, parts), wanted)
-        bits = jax.lax.bitcast_convert_type(x, wanted)
-        return bits.reshape(*x.shape[:-1], -1) if bits.ndim > x.ndim else bits
+        return viewed_bits(x, wanted)
 
     set_lowering(torch.ops.aten.view.dtype, view)
 
@@ -91,6 +89,31 @@ def _mend_type_as() -> None:
         return self.to(other.dtype)
 
     TorchTensor.type_as = type_as
+
+
+def _return_named_results() -> None:
+    """Lets functions of JAX return what ``max``, ``sort`` and others do: tuples with names."""
+
+    def parts_of(found: Any) -> tuple[Any, Any]:
+        return tuple(found), type(found)
+
+    def made_of(kind: Any, parts: Any) -> Any:
+        return kind(parts)
+
+    for kind in torch.return_types.all_return_types:
+        with contextlib.suppress(ValueError):  # other code has registered it
+            jax.tree_util.register_pytree_node(kind, parts_of, made_of)
+
+
+def _take_quantiles_of_the_host() -> None:
+    """Lets ``quantile`` have its places on the host, whose device PyTorch compares."""
+    for function in (torch.quantile, torch.nanquantile, torch.Tensor.quantile, torch.Tensor.nanquantile):
+
+        def taken(x: torch.Tensor, q: Any, *args: Any, function: Any = function, **kwargs: Any) -> Any:
+            x, q = as_views((x, q))
+            return function(x, q, *args, **kwargs)
+
+        set_view_lowering(function, taken)
 
 
 def _take_by_host_indices() -> None:

@@ -223,6 +223,15 @@ def test_bits_are_viewed():
     check(run)
 
 
+def test_parts_of_complex_numbers_are_written_as_floats():
+    def run(x):
+        numbers = torch.complex(x * 1, x * 2)
+        numbers.view(torch.float32)[..., ::2].zero_()
+        return x, torch.view_as_real(numbers)
+
+    check(run)
+
+
 def test_a_view_of_elements_more_than_once_is_refused():
     for view in (lambda x: x.unfold(1, 2, 1), lambda x: x[:, :1].expand(2, 3, 4)):
         weights, function = extract_jax(Module(lambda x, view=view: view(x * 1).mul_(2)))
