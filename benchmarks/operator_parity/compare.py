@@ -63,7 +63,7 @@ UNSET = ("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", 
 
 def all_operators(dtype=torch.float32):
     """Returns PyTorch's descriptions of operators that take `dtype`, by name and variant."""
-    if importlib.util.find_spec("expecttest") is None:  # of test classes, which nothing here uses
+    if "expecttest" not in sys.modules and importlib.util.find_spec("expecttest") is None:  # of unused test classes
         stub = types.ModuleType("expecttest")
         stub.TestCase = unittest.TestCase
         sys.modules["expecttest"] = stub

@@ -31,6 +31,7 @@ def install() -> None:
     set_lowering(aten.repeat_interleave.self_Tensor, _repeated)
     set_lowering(aten.repeat_interleave.Tensor, lambda x, **size: _repeated(jnp.arange(x.shape[0]), x, **size))
     set_lowering(aten.addmv, _addmv)
+    set_lowering(aten.addcmul, _addcmul)
     set_lowering(aten.hardtanh, _hardtanh)
     set_lowering(aten.bincount, _bincount)
     set_lowering(aten.logcumsumexp, lambda x, dim: in_float32(_logcumsumexp)(x, dim % x.ndim) if x.ndim else x)
@@ -106,6 +107,15 @@ def _addmv(x: jax.Array, matrix: jax.Array, vector: jax.Array, *, beta: Any = 1,
         beta, alpha = int(beta), int(alpha)
     product = alpha * (matrix @ vector)
     return product if isinstance(beta, int | float) and not beta else beta * x + product
+
+
+def _addcmul(x: jax.Array, first: jax.Array, second: jax.Array, *, value: Any = 1) -> jax.Array:
+    """Computes ``torch.addcmul``, of integers with the integer of `value`."""
+    dtype = jnp.result_type(x, first, second)
+    if jnp.issubdtype(dtype, jnp.integer):
+        return (x + jnp.asarray(int(value), dtype) * first * second).astype(dtype)
+    wide = jnp.promote_types(dtype, jnp.float32)
+    return (x.astype(wide) + value * first.astype(wide) * second.astype(wide)).astype(dtype)
 
 
 def _hardtanh(x: jax.Array, min_val: Any = -1, max_val: Any = 1) -> jax.Array:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import torch
 
 from model_adapters.bridge.views import TorchTensor, as_views, default_env
+from model_adapters.errors import OperatorArgumentError, UnsupportedModelError
 
 _NAMES = """
 add sub rsub mul div true_divide floor_divide remainder fmod pow maximum minimum fmax fmin where clamp clamp_min
@@ -43,20 +44,26 @@ def install() -> None:
             args = _narrowed(args, func is torch.ops.aten.where.self)
         if func in _IN_PLACE:
             _check_kind(func, args, kwargs or {})
-        return theirs(func, types, args, kwargs)
+        try:
+            return theirs(func, types, args, kwargs)
+        except OverflowError as error:  # a number that PyTorch wraps around, or has in 64 bits
+            name = getattr(func, "__name__", str(func)).partition(".")[0]
+            raise UnsupportedModelError(f"{name}: expected a number that its tensors' dtype holds: {error}") from None
 
     env.dispatch = dispatch
 
 
 def _check_kind(func: Any, args: Any, kwargs: Any) -> None:
-    """Raises RuntimeError if an operand is of a higher kind than the tensor that is written to."""
+    """Raises OperatorArgumentError if an operand is of a higher kind than what is written to."""
     target = args[0].dtype
     own = _kind_of(target)
     is_quotient = func.name().startswith("aten::div_") and kwargs.get("rounding_mode") is None
     highest = max(2 if is_quotient else 0, *map(_kind_of, args))
     if own < highest:
         name = func.name().partition("::")[2].partition(".")[0]
-        raise RuntimeError(f"{name}: expected operands that a tensor of {target} holds; leave out the underscore")
+        raise OperatorArgumentError(
+            f"{name}: expected operands that a tensor of {target} holds, got a higher kind; leave out the underscore"
+        )
 
 
 def _kind_of(value: Any) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -13,6 +13,7 @@ import torch
 
 from model_adapters.bridge.views import DEVICE, default_env, get_lowering, set_lowering
 from model_adapters.errors import UnsupportedModelError
+from model_adapters.lowerings.narrow_floats import in_float32
 from model_adapters.lowerings.reductions import jax_dtype
 from model_adapters.ops.linear import accumulator
 
@@ -35,6 +36,10 @@ def install() -> None:
     for angle in (torch.angle, torch.ops.aten.angle):
         set_lowering(angle, _angle)
     set_lowering(torch.ops.aten.special_erfcx, _erfcx)
+    for operator in (torch.ops.aten.igamma, torch.ops.aten.igammac):
+        is_upper = operator is torch.ops.aten.igammac
+        set_lowering(operator, in_float32(_incomplete_gamma(get_lowering(operator), is_upper=is_upper)))
+    set_lowering(torch.ops.aten.special_zeta, _zeta(get_lowering(torch.ops.aten.special_zeta)))
     _group_norm_of_nothing()
 
 
@@ -78,6 +83,55 @@ def _erfcx(x: jax.Array) -> jax.Array:
     rest = 0.5 / (far * far)
     series = (1 - rest * (1 - 3 * rest * (1 - 5 * rest))) / (far * math.sqrt(math.pi))
     return jnp.where(x > 8, series, jnp.exp(near * near) * jax.lax.erfc(near))
+
+
+def _incomplete_gamma(theirs: Callable[..., Any], *, is_upper: bool) -> Callable[..., Any]:
+    """Returns the lowering of ``torch.igamma`` or ``igammac``.
+
+    At 0 and infinity it has PyTorch's values.
+    """
+    least, most, sign = (1.0, 0.0, 1.0) if is_upper else (0.0, 1.0, -1.0)
+
+    def computed(a: jax.Array, x: jax.Array) -> jax.Array:
+        is_edge = (a <= 0) | (x <= 0) | jnp.isinf(a) | jnp.isinf(x)
+        is_wide = (a > 200) & (jnp.abs(x - a) < 4.5 * jnp.sqrt(a)) & ~is_edge  # JAX's loops end too early there
+        inner = theirs(jnp.where(is_edge | is_wide, 1.0, a), jnp.where(is_edge | is_wide, 1.0, x))
+        wide_a, wide_x = (jnp.where(is_wide, each, 300.0) for each in (a, x))
+        inner = jnp.where(is_wide, _of_large_numbers(wide_a, wide_x, sign), inner)
+        edge = jnp.where(a == 0, jnp.where(x > 0, most, jnp.nan), jnp.where(x == 0, least, most))
+        edge = jnp.where(jnp.isinf(a) & (x != 0), jnp.where(jnp.isinf(x), jnp.nan, least), edge)
+        edge = jnp.where((a < 0) | (x < 0), jnp.nan, edge)
+        return jnp.where(is_edge, edge, inner).astype(inner.dtype)
+
+    return computed
+
+
+def _of_large_numbers(a: jax.Array, x: jax.Array, sign: float) -> jax.Array:
+    """Returns the incomplete gamma function for `x` near a large `a`, by Temme's series.
+
+    It is the upper one with a `sign` of 1, the lower one with -1.
+    """
+    mu = (x - a) / a
+    small = mu * (1 + mu * (-1 / 3 + mu * (7 / 36 + mu * (-73 / 540 + mu * (1331 / 12960)))))
+    far = jnp.where(jnp.abs(mu) < 0.1, 0.5, mu)
+    eta = jnp.where(jnp.abs(mu) < 0.1, small, jnp.sign(far) * jnp.sqrt(2 * (far - jnp.log1p(far))))
+    rest = -1 / 3 + eta * (1 / 12 + eta * (-2 / 135 + eta / 864))
+    rest = rest * jnp.exp(-a * eta * eta / 2) / jnp.sqrt(2 * math.pi * a)
+    return 0.5 * jax.lax.erfc(sign * eta * jnp.sqrt(a / 2)) + sign * rest
+
+
+def _zeta(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the lowering of ``torch.special.zeta``, with PyTorch's values at poles."""
+
+    def zeta(x: Any, q: Any) -> jax.Array:
+        x, q = (jnp.asarray(each) * 1.0 for each in (x, q))
+        found = theirs(x, q)
+        of_infinity = jnp.where(q < 1, jnp.inf, jnp.where(q == 1, 1.0, jnp.nan))
+        found = jnp.where(jnp.isposinf(x), of_infinity, found)
+        is_pole = (q <= 0) & (q == jnp.floor(q)) & jnp.isfinite(q)
+        return jnp.where(x < 1, jnp.nan, jnp.where(is_pole, jnp.inf, found)).astype(found.dtype)
+
+    return zeta
 
 
 @jax.custom_jvp

@@ -56,6 +56,26 @@ CASES = {
         ),
         torch.tensor([[1, 2], [3, 4]]),
     ),
+    "sums of products of integers": (
+        lambda x: (torch.addcmul(x, x, x, value=2.7), x.byte().addcmul_(x.byte(), x.byte(), value=3)),
+        LARGE % 97,
+    ),
+    "incomplete gamma functions": (
+        lambda x: (torch.igamma(x[:, None], x), torch.igammac(x[:, None], x)),
+        torch.tensor([0.0, -0.0, 0.5, 3.0, 250.0, 255.0, 1e5, 1.005e5, 1e10, INF, NAN, -1.0]),
+    ),
+    "zeta": (
+        lambda x: torch.special.zeta(x[:, None], x),
+        torch.tensor([0.0, 1.0, 2.0, 3.5, 0.5, -1.0, -2.0, INF, NAN]),
+    ),
+    "quantiles at places of the host": (
+        lambda x: (torch.quantile(x, torch.tensor([0.1, 0.5]), 1), x.nanquantile(torch.tensor(0.3))),
+        FLOATS,
+    ),
+    "bits of complex numbers": (
+        lambda x: (torch.complex(x, x + 1).view(torch.float32), x.view(torch.complex64).abs()),
+        FLOATS,
+    ),
     "mode": (lambda x: torch.mode(x, 1), torch.tensor([[3, 1, 3, 1], [2, 2, 5, 5]])),
     "sign": (lambda x: (x.sign(), x.sgn()), ODD),
     "copysign": (lambda x: torch.copysign(x, -1), LARGE % 5),
@@ -130,6 +150,29 @@ def test_an_operator_is_exact(name):
         exact = not other.is_floating_point()
         limits = {"atol": 0, "rtol": 0} if exact else {"atol": 1e-5, "rtol": 8e-3 if other.itemsize == 2 else 1e-5}
         torch.testing.assert_close(one.to(other.dtype), other, equal_nan=True, **limits)
+
+
+@pytest.mark.parametrize("name", ["max", "sort", "topk", "frexp", "aminmax", "kthvalue"])
+@pytest.mark.parametrize("is_jitted", [False, True])
+def test_results_with_names_come_back_with_them(name, is_jitted):
+    options = {"topk": (2,), "kthvalue": (1,), "max": (0,), "sort": (0,)}.get(name, ())
+    x = torch.tensor([3.0, 1.0, 2.0, 5.0])
+    expected = getattr(torch, name)(x, *options)
+    weights, function = extract_jax(Module(lambda x: {"found": getattr(torch, name)(x, *options)}))
+    found = (jax.jit(function) if is_jitted else function)(weights, (x.numpy(),))["found"]
+    assert type(found) is type(expected)
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [lambda x: torch.where(x > 3, x, -1), lambda x: x.index_fill(0, torch.tensor([0]), -1), lambda x: x.long() + 2**31],
+)
+def test_numbers_beyond_a_dtype_are_refused_by_name(function):
+    weights, extracted = extract_jax(Module(function))
+    with pytest.raises(UnsupportedModelError, match="expected a number that its tensors' dtype holds"):
+        extracted(weights, (BYTES,))
 
 
 def test_numbers_are_drawn_anew_and_from_the_range():
