@@ -415,7 +415,7 @@ ARGUMENTS = st.fixed_dictionaries(
     optional={
         "text": TEXTS,
         "other_text": TEXTS,
-        "number": st.none() | st.integers(-(10**9), 10**9),
+        "number": st.none() | st.integers(-(10**9), 10**9) | st.integers(-(10**25), 10**25),
         "flag": st.booleans(),
         "items": st.lists(TEXTS | st.integers(-9, 9) | st.none(), max_size=3),
         "inner": st.dictionaries(st.sampled_from(["key", "Łódź", "x_1"]), TEXTS | st.booleans(), max_size=2),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import uuid
 
 from torchax_serve.server.call_stream import CallPiece
 
@@ -11,6 +13,10 @@ _BEHIND_STRING = ",)]}:"
 _ESCAPES = "\\'\"/bfnrtu"
 _OF_CHARACTERS = {"\n": "\\n", "\r": "\\r"}
 _OPENING, _CLOSING = "([{", ")]}"
+_LONG_INTEGERS = re.compile(
+    r""""(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*'|(?<![\w.+-])(?P<integer>-?[1-9]\d{15,})(?![\w.])""", re.DOTALL
+)
+"""Strings, and integers of 16 digits or more outside of them."""
 
 
 class PythonCalls:
@@ -104,14 +110,26 @@ class PythonCalls:
 
     def _complete(self) -> list[CallPiece]:
         """Returns the call that has ended; one that is no call of named arguments is text."""
-        from transformers.utils.chat_parsing.content_parsers import parse_content
-
         text, raw = f"[{''.join(self._call)}]", self._raw
         self._call, self._raw, self._depth = [], [], 0
         try:
-            (call,) = parse_content(text, "python-call-list", {})
-            arguments = json.dumps(call["arguments"], ensure_ascii=False, allow_nan=False)
+            name, arguments = _parsed(text)
         except (ValueError, RecursionError):
             self._others += raw
             return []
-        return [CallPiece(call["name"], arguments, is_last=True)]
+        return [CallPiece(name, arguments, is_last=True)]
+
+
+def _parsed(text: str) -> tuple[str, str]:
+    """Returns the name and the arguments, as JSON, of the call in a list of one."""
+    from transformers.utils.chat_parsing.content_parsers import parse_content
+
+    mark = uuid.uuid4().hex
+
+    def marked(found: re.Match[str]) -> str:
+        return f'"{mark}{found["integer"]}"' if found["integer"] else found[0]
+
+    # transformers refuses integers above 2**53, which JSON has, too: its parser gets them as marked strings.
+    (call,) = parse_content(_LONG_INTEGERS.sub(marked, text), "python-call-list", {})
+    arguments = json.dumps(call["arguments"], ensure_ascii=False, allow_nan=False)
+    return call["name"], re.sub(rf'"{mark}(-?\d+)"', r"\1", arguments)
