@@ -40,6 +40,7 @@ from torchax_serve.server.batch import routes as batches
 from torchax_serve.server.chat import chat_completions
 from torchax_serve.server.completions import completions
 from torchax_serve.server.context import ServerContext, Stage
+from torchax_serve.server.decisions import systemone
 from torchax_serve.server.error_forms import error_body
 from torchax_serve.server.errors import ApiError, where_of
 from torchax_serve.server.infill import infill
@@ -97,6 +98,7 @@ ROUTES: tuple[tuple[str, str, Callable[..., Awaitable[Any]]], ...] = (
     ("POST", "/v1/batches/{batch_id}/cancel", batches.cancel_batch),
     ("POST", "/v1/completions", completions),
     ("POST", "/infill", infill),
+    ("POST", "/v1/systemone", systemone),
     ("POST", "/v1/embeddings", pooling.embeddings),
     ("POST", "/v1/rerank", pooling.rerank),
     ("POST", "/v2/rerank", pooling.rerank),

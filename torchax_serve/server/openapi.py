@@ -19,6 +19,7 @@ from torchax_serve.server.audio import TranscriptionRequest
 from torchax_serve.server.batch.routes import BatchCreateRequest
 from torchax_serve.server.batch.upload import FileRequest
 from torchax_serve.server.context import context_of
+from torchax_serve.server.decisions import SystemOneRequest
 from torchax_serve.server.images import ImageGenerationRequest
 from torchax_serve.server.inference_protocol import InferRequest
 from torchax_serve.server.infill import InfillRequest
@@ -68,6 +69,7 @@ REQUESTS: tuple[type[ApiRequest], ...] = (
     DeleteRequest,
     CompletionRequest,
     InfillRequest,
+    SystemOneRequest,
     EmbeddingRequest,
     RerankRequest,
     ScoreRequest,

@@ -1,0 +1,218 @@
+"""``/v1/systemone``: answers to typed questions, compared with transformers' own pipeline in eager PyTorch."""
+
+import json
+import math
+import string
+
+import httpx
+import numpy as np
+import pytest
+import torch
+from scripted_server import scripted_server
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.pipelines import DecisionPipeline
+
+from model_adapters.loading.model_source import EMBEDDED
+from torchax_serve import EngineOptions
+from torchax_serve.server.decision_questions import questions_of
+
+STATE = {"ticket": "My card was charged twice for one order.", "tags": ["money", "ärger"]}
+QUESTIONS = {
+    "team": {
+        "type": "choice",
+        "instructions": "Which team should handle this?",
+        "criteria": {"billing": "payments and refunds", "shipping": None, "security": {"of": "access"}},
+    },
+    "urgent": {"type": "noul", "instructions": "Is it urgent?", "criteria": {"true": "money is moving"}},
+    "plain": {"type": "noul"},
+    "tone": {"type": "score", "instructions": ["How upset?"], "criteria": ["calm", "annoyed", "furious"]},
+    "only": {"type": "choice", "criteria": {"this": None}},
+    "most": {"type": "choice", "criteria": {f"option {letter}": None for letter in string.ascii_lowercase}},
+}
+
+
+@pytest.fixture(scope="module")
+def expected():
+    """transformers' answers, computed in float32 without a cache."""
+    eager = AutoModelForCausalLM.from_pretrained(EMBEDDED, dtype=torch.float32).eval()
+    pipeline = DecisionPipeline(model=eager, tokenizer=AutoTokenizer.from_pretrained(EMBEDDED))
+    return lambda state, questions: pipeline({"state": state, "questions": questions})
+
+
+def ask(http, **body):
+    answer = http.post("/v1/systemone", json={"model": "tiny", **body})
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def assert_close(found, expected):
+    """Numbers within some last digits, everything else equal; fields that transformers has not may be there."""
+    for name, value in expected.items():
+        if isinstance(value, dict):
+            assert_close(found[name], value)
+        elif isinstance(value, float):
+            np.testing.assert_allclose(found[name], value, atol=1e-4)
+        else:
+            assert found[name] == value
+
+
+@pytest.mark.parametrize("state", [STATE, "Once upon a time", ""])
+def test_answers_are_those_of_transformers(http, expected, state):
+    answer = ask(http, state=state, questions=QUESTIONS)
+    assert list(answer["answers"]) == list(QUESTIONS)
+    assert_close(answer["answers"], expected(state, QUESTIONS))
+    assert answer["object"] == "structured_decision" and answer["model"] == "tiny"
+    assert answer["usage"]["output_tokens"] == len(QUESTIONS)
+    for name, found in answer["answers"].items():
+        assert 0 <= found["confidence"] <= 1
+        assert sum(found["probabilities"].values()) == pytest.approx(1)
+        assert 0 < answer["diagnostics"][name]["label_mass"] <= 1 + 1e-6
+
+
+def test_the_mass_of_labels_is_among_all_tokens(http, model):
+    answer = ask(http, state="Hi", questions={"q": QUESTIONS["team"]})
+    content = "Hi\n\n" + questions_of({"q": QUESTIONS["team"]})[0].text
+    tokenizer = model.tokenizer
+    prompt = tokenizer.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
+    ids = torch.tensor([prompt["input_ids"] if hasattr(prompt, "keys") else prompt])
+    eager = AutoModelForCausalLM.from_pretrained(EMBEDDED, dtype=torch.float32).eval()
+    with torch.no_grad():
+        row = eager(ids).logits[0, -1].softmax(-1)
+    labels = [tokenizer.convert_tokens_to_ids(label) for label in "ABC"]
+    assert answer["diagnostics"]["q"]["label_mass"] == pytest.approx(float(row[labels].sum()), rel=1e-3)
+    assert answer["diagnostics"]["q"]["argmax_is_label"] == (int(row.argmax()) in labels)
+    assert answer["usage"]["input_tokens"] == ids.shape[1]
+
+
+def test_sampling_options_of_the_model_change_no_probability(http, expected, model, monkeypatch):
+    config = model.generation_config
+    for name, value in {"temperature": 0.3, "top_k": 2, "repetition_penalty": 1.5, "do_sample": True}.items():
+        monkeypatch.setattr(config, name, value, raising=False)
+    assert_close(ask(http, state=STATE, questions=QUESTIONS)["answers"], expected(STATE, QUESTIONS))
+
+
+def test_an_instruction_stands_between_state_and_questions(http, expected):
+    found = ask(http, state="Hi", instructions="Be strict.", questions={"q": QUESTIONS["tone"]})
+    assert_close(found["answers"], expected("Hi\n\nBe strict.", {"q": QUESTIONS["tone"]}))
+    assert found["answers"] != ask(http, state="Hi", questions={"q": QUESTIONS["tone"]})["answers"]
+
+
+@pytest.fixture(scope="module")
+def roomy(tmp_path_factory):
+    """A server with room for a long state."""
+    engine = EngineOptions(max_num_seqs=8, max_num_waiting=64, max_model_len=8192)
+    folder = tmp_path_factory.mktemp("roomy")
+    with (
+        scripted_server(folder, model={"max_len": 8192}, engine=engine, served_model_names=("tiny",)) as server,
+        httpx.Client(base_url=server.url, timeout=300) as found,
+    ):
+        yield found
+
+
+def test_64_questions_cost_little_more_than_the_state(roomy):
+    questions = {f"q{index}": {"type": "noul", "instructions": f"Is {index} in it?"} for index in range(64)}
+    state = "The number of the day is said here, again and again. " * 300
+    answer = ask(roomy, state=state, questions=questions, cache_salt="a")
+    one = answer["usage"]["input_tokens"] / 64
+    computed = answer["usage"]["input_tokens"] - answer["usage"]["input_tokens_details"]["cached_tokens"]
+    assert one > 3000 and computed <= 1.3 * one, (one, computed)
+    again = ask(roomy, state=state, questions=questions, cache_salt="a")
+    assert again["answers"] == answer["answers"]
+    cached = again["usage"]["input_tokens_details"]["cached_tokens"]
+    assert cached > 0.98 * again["usage"]["input_tokens"]
+
+
+def test_requests_at_the_same_time_have_the_answers_of_each_alone(http):
+    import concurrent.futures
+
+    bodies = [{"state": f"State {index}", "questions": QUESTIONS} for index in range(6)]
+    alone = [ask(http, **body)["answers"] for body in bodies]
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        together = list(pool.map(lambda body: ask(http, **body)["answers"], bodies))
+    for one, other in zip(together, alone, strict=True):
+        assert_close(one, other)
+
+
+def noul(**fields):
+    return {"questions": {"q": {"type": "noul", **fields}}}
+
+
+WRONG = [
+    ({"questions": {}}, "questions: expected 1 to 64, got 0"),
+    ({"questions": {str(index): {"type": "noul"} for index in range(65)}}, "questions: expected 1 to 64, got 65"),
+    ({"questions": {"": {"type": "noul"}}}, "questions: expected names of at least one character"),
+    ({"questions": {"q": "Is it?"}}, "questions['q']: expected an object with type"),
+    ({"questions": {"q": {"type": "essay"}}}, "questions['q'].type: expected 'choice', 'noul' or 'score'"),
+    ({"questions": {"q": {}}}, "questions['q'].type: expected"),
+    (noul(max_tokens=3), "questions['q']: expected type, instructions and criteria alone, got 'max_tokens'"),
+    (noul(criteria={"maybe": "x"}), "questions['q'].criteria: expected null, or descriptions of true and false"),
+    (noul(criteria=["yes", "no"]), "questions['q'].criteria: expected null, or descriptions of true and false"),
+    (noul(instructions=3), "questions['q'].instructions: expected"),
+    ({"questions": {"q": {"type": "choice"}}}, "questions['q'].criteria: expected 1 to 26 options"),
+    ({"questions": {"q": {"type": "choice", "criteria": {}}}}, "questions['q'].criteria: expected 1 to 26 options"),
+    (
+        {"questions": {"q": {"type": "choice", "criteria": {str(index): None for index in range(27)}}}},
+        "questions['q'].criteria: expected 1 to 26 options with a description or null each, got options of 27",
+    ),
+    ({"questions": {"q": {"type": "choice", "criteria": ["a", "b"]}}}, "questions['q'].criteria: expected 1 to 26"),
+    ({"questions": {"q": {"type": "score", "criteria": ["a"]}}}, "questions['q'].criteria: expected a list of 2 to 26"),
+    ({"questions": {"q": {"type": "score", "criteria": {"a": "b"}}}}, "questions['q'].criteria: expected a list of 2"),
+    ({**noul(), "state": 3}, "state: expected"),
+    ({**noul(), "state": "word " * 4000}, "This model's maximum context length is 512"),
+    ({**noul(), "state": "word " * 500000}, "This model's maximum context length is 512"),
+    ({**noul(), "assets": {"img": {"data_base64": "x"}}}, "assets: expected none; states are texts"),
+    ({**noul(), "stream": True}, "unknown field 'stream'"),
+]
+
+
+@pytest.mark.parametrize(("body", "message"), WRONG)
+def test_what_is_no_request_is_named(http, body, message):
+    answer = http.post("/v1/systemone", json={"model": "tiny", "state": "Hi", **body})
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert message in error["message"] and error["param"] in (*body, "stream"), error
+
+
+def test_names_of_any_kind_come_back(http):
+    name = 'a "b"\n\u2028 \U0001f600 {{ x }}'
+    found = ask(http, state="{% raise %} <end_of_turn>", questions={name: {"type": "choice", "criteria": {name: None}}})
+    assert found["answers"][name]["choice"] == name
+    half = json.dumps({"model": "tiny", "state": "Hi", "questions": {"\ud83d": {"type": "noul"}}})
+    answer = http.post("/v1/systemone", content=half, headers={"Content-Type": "application/json"})
+    assert answer.status_code in (200, 400), answer.text
+
+
+def test_answers_that_begin_with_reasoning_are_refused_and_others_not(tmp_path):
+    with scripted_server(tmp_path, model={"thinking_prompt": "<think>\n"}) as server:
+        body = {"model": "scripted", "state": "Hi", **noul()}
+        with httpx.Client(base_url=server.url, timeout=300) as http:
+            answer = http.post("/v1/systemone", json=body | {"chat_template_kwargs": {"enable_thinking": True}})
+            assert answer.status_code == 400 and "answers that begin with reasoning" in answer.text
+            assert http.post("/v1/systemone", json=body).status_code == 200
+
+
+def test_a_script_says_what_is_likeliest(tmp_path):
+    script = {"": "C", " Yes or No only.": "No"}
+    with scripted_server(tmp_path, script=script) as server, httpx.Client(base_url=server.url, timeout=300) as http:
+        found = http.post("/v1/systemone", json={"state": "Hi", "questions": QUESTIONS}).json()
+    answers = found["answers"]
+    assert answers["team"]["choice"] == "security" and answers["most"]["choice"] == "option c"
+    assert answers["urgent"]["noul"] < 0.01 and math.isclose(answers["tone"]["score"], 2, abs_tol=0.01)
+    assert found["diagnostics"]["team"]["argmax_is_label"] and found["diagnostics"]["team"]["label_mass"] > 0.9
+
+
+def test_keys_have_prefixes_models_and_tokens_of_their_own(start_server):
+    keys = {"one": "one-key-0123456789", "two": "two-key-0123456789 tokens_per_minute=60"}
+    keys["other"] = "other-key-0123456789 models=another"
+    running = start_server(api_keys=tuple(keys.items()))
+    body = {"state": "It is a long day with much to do. " * 8, "questions": {"q": {"type": "noul"}}}
+
+    def post(name):
+        headers = {"Authorization": f"Bearer {keys[name].split()[0]}"}
+        return httpx.post(f"{running.url}/v1/systemone", json=body, headers=headers, timeout=60)
+
+    cached = [post(name).json()["usage"]["input_tokens_details"]["cached_tokens"] for name in ("one", "one", "two")]
+    assert cached[0] == cached[2] == 0 < cached[1]
+    assert post("two").status_code == 429  # the prompt alone had more than a minute's tokens
+    assert post("other").status_code == 404
+    assert httpx.post(f"{running.url}/v1/systemone", json=body).status_code == 401
