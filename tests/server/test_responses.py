@@ -211,7 +211,6 @@ def test_a_request_as_codex_sends_it(raw, caplog, monkeypatch):
         "parallel_tool_calls": True,
         "reasoning": {"summary": "auto"},
         "store": True,
-        "truncation": "auto",
         "include": SEALED,
         "prompt_cache_key": "key",
         "client_metadata": {"turn_id": "1"},
@@ -225,7 +224,7 @@ def test_a_request_as_codex_sends_it(raw, caplog, monkeypatch):
     notes = [record.getMessage() for record in caplog.records]
     for name in ("namespace", "web_search", "field_of_next_month"):
         assert sum(f"'{name}'" in note for note in notes) == 1, name
-    for words in ("grammars of custom tools", "truncation auto", "are not stored"):
+    for words in ("grammars of custom tools", "are not stored"):
         assert sum(words in note for note in notes) == 1, words
 
 
@@ -352,3 +351,71 @@ def test_tools_and_formats_have_all_their_fields_in_the_answer(raw):
     assert told["tools"] == [READ]
     assert told["text"]["format"] == schema | {"description": None, "strict": False}
     assert raw.post("/v1/responses", json=body | {"tools": []}).json()["text"]["format"] == {"type": "text"}
+
+
+def called(number, text):
+    """A call and its result."""
+    call_id = f"call_{number}"
+    call = {"type": "function_call", "call_id": call_id, "name": "Read", "arguments": '{"file_path": "/tmp/a"}'}
+    return [call, {"type": "function_call_output", "call_id": call_id, "output": text}]
+
+
+FILLER = "Many words stand here. " * 30
+SYSTEM = {"role": "developer", "content": "Be brief."}
+LAST = {"role": "user", "content": "Please does note.txt say?"}
+LONG = {
+    "messages": [
+        SYSTEM,
+        *[{"role": role, "content": FILLER} for _ in range(12) for role in ("user", "assistant")],
+        LAST,
+    ],
+    "calls of one message": [SYSTEM, LAST, *[item for n in range(24) for item in called(n, FILLER)]],
+    "calls at once": [
+        SYSTEM,
+        *[
+            item
+            for n in range(0, 24, 2)
+            for pair in zip(called(n, FILLER), called(n + 1, FILLER), strict=True)
+            for item in pair
+        ],
+        LAST,
+    ],
+}
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_the_first_items_are_left_out_of_an_input_that_is_too_long_where_they_may_be(client, name):
+    items = LONG[name]
+    with pytest.raises(openai.BadRequestError, match="maximum context length"):
+        ask(client, items, tools=TOOLS)
+    found = ask(client, items, tools=TOOLS, truncation="auto", max_output_tokens=8)
+    assert found.truncation == "auto" and found.status in ("completed", "incomplete")
+    # As many items as fit, by trying all places where no result is without its call.
+    for begin in range(1, len(items)):
+        before = {each.get("call_id") for each in items[:begin]} - {None}
+        behind = {each["call_id"] for each in items[begin:] if each.get("type") == "function_call_output"}
+        if before & behind:
+            continue
+        kept = items[begin:]
+        if not any(each.get("role") == "user" for each in kept):
+            kept = [LAST, *kept]
+        try:
+            expected = ask(client, [SYSTEM, *kept], tools=TOOLS, max_output_tokens=8)
+            break
+        except openai.BadRequestError:
+            continue
+    assert found.usage.input_tokens == expected.usage.input_tokens
+    assert found.output_text == expected.output_text
+    streamed = events_of(client, items, tools=TOOLS, truncation="auto", max_output_tokens=8)
+    check_order(streamed)
+    assert streamed[-1].response.usage.input_tokens == expected.usage.input_tokens
+
+
+def test_one_message_that_is_too_long_is_an_error_also_with_truncation(client):
+    for items in (
+        "word " * 4000,
+        [SYSTEM, {"role": "user", "content": "word " * 4000}],
+        [{**SYSTEM, "content": "word " * 4000}, LAST],
+    ):
+        with pytest.raises(openai.BadRequestError, match="maximum context length"):
+            ask(client, items, truncation="auto")

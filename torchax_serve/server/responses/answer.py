@@ -206,7 +206,7 @@ def _response_of(body: ResponsesRequest, service: ModelService) -> dict[str, Any
         "tools": [_with_defaults(tool) for tool in given.get("tools") or []],
         "top_logprobs": body.top_logprobs or 0,
         "top_p": _first(body.top_p, top_p, 1.0),
-        "truncation": "disabled",
+        "truncation": body.truncation or "disabled",
         "usage": None,
         "user": body.user,
         "metadata": body.metadata or {},

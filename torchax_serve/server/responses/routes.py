@@ -7,7 +7,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
-from torchax_serve.server.chat import start_chat
+from torchax_serve.server.chat import StartedChat, start_chat
 from torchax_serve.server.context import context_of
 from torchax_serve.server.dialect_requests import names_of_fields, note_unknown
 from torchax_serve.server.errors import ApiError, bad_request
@@ -19,6 +19,7 @@ from torchax_serve.server.responses.answer import ResponseAnswer
 from torchax_serve.server.responses.schemas import ITEMS, ItemReference, ResponsesRequest
 from torchax_serve.server.responses.store import ResponseStore
 from torchax_serve.server.responses.translation import chat_of
+from torchax_serve.server.responses.truncation import TOO_LONG, last_items
 from torchax_serve.server.schemas import ChatRequest
 from torchax_serve.server.sse import COMMENT, EventStream, until_disconnect
 
@@ -33,13 +34,26 @@ async def responses(request: Request) -> Any:
     service.settle_name(body, request.state.key, may_be_adapter=True)
     items = _conversation(context.responses, request.state.key_name, body)
     check_num_messages(len(items), context.options.request, "input")
-    chat = await service.run(_chat_of, body.model_copy(update={"input": items}), service, context.responses.is_on)
     with names_of_fields(_NAMES):
-        started = await start_chat(request, service, chat, bounds_answer=True)
+        started = await _started(request, service, body, items)
     answer = ResponseAnswer(context, service, body, started, request.state.key_name, items)
     if body.stream:
         return EventStream(answer.events(), context.options.keep_alive_s, COMMENT, answer.failed)
     return JSONResponse(await until_disconnect(request.receive, answer.complete()))
+
+
+async def _started(request: Request, service: ModelService, body: ResponsesRequest, items: list[Any]) -> StartedChat:
+    """Returns the answer to a conversation, whose first items may be left out."""
+    stores = context_of(request).responses.is_on
+    chat = await service.run(_chat_of, body.model_copy(update={"input": items}), service, stores)
+    try:
+        return await start_chat(request, service, chat, bounds_answer=True)
+    except ApiError as error:
+        if body.truncation != "auto" or error.code != TOO_LONG:
+            raise
+    kept = await until_disconnect(request.receive, service.run(last_items, body, items, service))
+    chat = await service.run(_chat_of, body.model_copy(update={"input": kept}), service, stores)
+    return await start_chat(request, service, chat, bounds_answer=True)
 
 
 def _chat_of(body: ResponsesRequest, service: ModelService, stores: bool) -> ChatRequest:

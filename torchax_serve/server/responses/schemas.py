@@ -192,7 +192,8 @@ class ResponsesRequest(OpenRequest):
     ] = None
     max_tool_calls: Annotated[int | None, no_effect("no tools run here")] = None
     truncation: Annotated[
-        Literal["auto", "disabled"] | None, no_effect("an input that is too long is an error, never cut")
+        Literal["auto", "disabled"] | None,
+        honoured("`auto`: the first items are left out of an input that is too long; else that is an error"),
     ] = None
     service_tier: Annotated[str | None, no_effect("there is one tier")] = None
     user: Annotated[str | None, no_effect("who asks is told by the API key")] = None

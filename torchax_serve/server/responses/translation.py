@@ -44,8 +44,6 @@ def chat_of(body: ResponsesRequest, service: ModelService) -> ChatRequest:
         messages = with_users_joined(messages)
     functions = _functions(body.tools or ())
     tools = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(functions)]
-    if body.truncation == "auto":
-        note_once("/v1/responses: truncation auto has no effect; an input that is too long is an error")
     fields: dict[str, Any] = {name: getattr(body, name) for name in _SAME_NAME}
     fields |= {"model": body.model, "messages": messages, "tools": tools or None, "max_tokens": body.max_output_tokens}
     fields["reasoning_effort"] = body.reasoning and body.reasoning.effort
