@@ -1,9 +1,15 @@
 """``torchax-serve launch``: what a program is started with, and the server that is started for it."""
 
+import http.server
 import json
 import os
+import signal
+import socket
 import stat
+import subprocess
 import sys
+import threading
+import time
 
 import pytest
 from typer.testing import CliRunner
@@ -16,6 +22,9 @@ import json, os, sys, urllib.request
 with open({report!r}, "w") as file:
     names = [name for name in os.environ if name.startswith(("ANTHROPIC_", "OPENCODE_", "TORCHAX_SERVE_CLIENT"))]
     json.dump({{"arguments": sys.argv[1:], "variables": {{name: os.environ[name] for name in names}}}}, file)
+if "wait" in sys.argv:
+    import time
+    time.sleep(300)
 if "ask" in sys.argv:
     body = {{"model": os.environ["ANTHROPIC_MODEL"], "max_tokens": 4,
         "messages": [{{"role": "user", "content": "Hi"}}]}}
@@ -98,10 +107,69 @@ def test_what_is_missing_is_told(monkeypatch, programs):
     assert result.exit_code != 0 and "npm install -g @openai/codex" in result.output
 
 
+@pytest.mark.parametrize(
+    "url", ["127.0.0.1:8000", "http://127.0.0.1:port", "http://127.0.0.1:99999", "http://", "x", ""]
+)
+def test_an_address_that_is_none_is_told(programs, url):
+    result = run("claude", "--url", url)
+    assert result.exit_code == 2, result.output
+    assert "--url: expected http://HOST:PORT" in result.output
+
+
+class OtherServer(http.server.BaseHTTPRequestHandler):
+    """A server of OpenAI's interface that knows names alone, and one key."""
+
+    def do_GET(self):
+        is_known = self.headers["Authorization"] == "Bearer right"
+        self.send_response(200 if is_known else 401)
+        self.end_headers()
+        self.wfile.write(json.dumps({"object": "list", "data": [{"id": "other", "object": "model"}]}).encode())
+
+    def log_message(self, *_):
+        pass
+
+
+def test_another_server_and_its_key(programs):
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), OtherServer) as server:
+        threading.Thread(target=server.serve_forever).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        result = run("claude", "--url", url)
+        assert result.exit_code == 2 and "got status 401; give --api-key" in result.output, result.output
+        result = run("claude", "--url", url, "--api-key", "right")
+        assert result.exit_code == 7 and programs()["variables"]["ANTHROPIC_MODEL"] == "other", result.output
+        server.shutdown()
+
+
+def test_a_port_that_another_program_has_is_told(programs, monkeypatch):
+    monkeypatch.setattr("torchax_serve.cli.shared.server_client.TIMEOUT_S", 0.2)
+    with socket.socket() as silent:  # it takes connections, and never answers
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        result = run("claude", "--url", f"http://127.0.0.1:{silent.getsockname()[1]}")
+    assert result.exit_code != 0 and "the server ended with status" in result.output, result.output
+    assert "in use" in result.output or "taken" in result.output, result.output
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_the_server_and_the_program_too(programs, tmp_path, unused_port, number):
+    url = f"http://127.0.0.1:{unused_port}"
+    command = [sys.executable, "-c", "from torchax_serve.cli.main import main; main()"]
+    process = subprocess.Popen([*command, "launch", "claude", "--url", url, "--", "wait"])
+    try:
+        until = time.monotonic() + 300
+        while not (tmp_path / "report.json").exists():
+            assert process.poll() is None and time.monotonic() < until
+            time.sleep(0.1)
+        process.send_signal(number)
+        assert process.wait(60) == 128 + number
+    finally:
+        process.kill()
+        process.wait()
+    assert not launch.is_there(url)
+
+
 @pytest.fixture
 def unused_port():
-    import socket
-
     with socket.socket() as made:
         made.bind(("127.0.0.1", 0))
         return made.getsockname()[1]

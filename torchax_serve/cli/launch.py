@@ -133,12 +133,28 @@ def launch(
             f"PROGRAM: expected {program} on this machine, found none; npm install -g {known.package}"
         )
     with contextlib.ExitStack() as stack:
+        stack.enter_context(_ended_in_order())
         if not is_there(url):
             stack.enter_context(_started_server(model, url))
         served = _served_model(model, url, api_key)
         launched = known.prepare(url.rstrip("/"), api_key or NO_KEY, served)
         print_note(f"{program} uses {served.name} of {url}")
         return _run([found, *launched.arguments, *(arguments or ())], launched.variables)
+
+
+@contextlib.contextmanager
+def _ended_in_order() -> Iterator[None]:
+    """Has a signal, as of a terminal that closes, end what this program has started first."""
+
+    def end(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = {each: signal.signal(each, end) for each in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
 
 
 def _served_model(model: str | None, url: str, api_key: str | None) -> ModelEntry:
@@ -148,7 +164,8 @@ def _served_model(model: str | None, url: str, api_key: str | None) -> ModelEntr
         InvalidArgumentError: It has no such model.
     """
     entries = asked(url, "/v1/models", api_key, "data")["data"]
-    chats = {each["id"]: each["max_model_len"] for each in entries if each["tasks"] is None or "chat" in each["tasks"]}
+    # Other servers say neither what a model does nor how long it is.
+    chats = {each["id"]: each.get("max_model_len") for each in entries if "chat" in (each.get("tasks") or ["chat"])}
     wanted = [name for name in chats if model is None or name in (model, Path(model).name)]
     if not wanted:
         what = "a model that can chat" if model is None else model
@@ -205,7 +222,11 @@ def _run(command: Sequence[str], variables: dict[str, str]) -> int:
     try:
         # What is ignored would be so in the program as well.
         process = subprocess.Popen(command, env=os.environ | variables, preexec_fn=_with_interrupts)
-        return process.wait()
+        try:
+            return process.wait()
+        except SystemExit:
+            process.terminate()
+            raise
     finally:
         signal.signal(signal.SIGINT, before)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import urllib.error
+import urllib.parse
 import urllib.request
 from typing import Annotated, Any
 
@@ -24,7 +25,12 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 
 
 def is_there(url: str) -> bool:
-    """Returns whether somebody answers at an address."""
+    """Returns whether somebody answers at an address.
+
+    Raises:
+        InvalidArgumentError: It is none.
+    """
+    _check_url(url)
     try:
         with urllib.request.urlopen(f"{url.rstrip('/')}/livez", timeout=TIMEOUT_S):
             return True
@@ -42,8 +48,7 @@ def asked(url: str, path: str, api_key: str | None, field: str = "models") -> di
         InvalidArgumentError: Nobody answers there, another program does, or the key is wrong.
     """
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    if not url.startswith(("http://", "https://")):
-        raise InvalidArgumentError(f"--url: expected http://HOST:PORT, got {url!r}")
+    _check_url(url)
     try:
         request = urllib.request.Request(f"{url.rstrip('/')}{path}", headers=headers)
         with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
@@ -61,3 +66,14 @@ def asked(url: str, path: str, api_key: str | None, field: str = "models") -> di
         raise InvalidArgumentError(
             f"--url: expected a server at {url}, got none ({error}); torchax-serve serve starts one"
         ) from error
+
+
+def _check_url(url: str) -> None:
+    """Raises InvalidArgumentError for an address that no server can have."""
+    try:
+        parts = urllib.parse.urlsplit(url)
+        is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # of the port
+        is_url = False
+    if not is_url:
+        raise InvalidArgumentError(f"--url: expected http://HOST:PORT, got {url!r}")
