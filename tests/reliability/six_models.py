@@ -157,12 +157,17 @@ def _timed(client, each):
     return found, time.monotonic() - began
 
 
-def kill(root, environment, expected, chooser):
-    """Kills a server within seconds of its start; returns what is left of it."""
+def kill(root, environment, expected, chooser, *, is_late):
+    """Kills a server: within seconds of its start, or of its first answer; returns what is left of it."""
     server = server_of(root, NAMES, environment)
+    num_answers = 0
+    if is_late:
+        server.wait_until_ready()
+        with client_of(server) as client:
+            assert ask(client, *(first := chooser.choice(ALL))) == expected[first]
+        num_answers += 1
     delay_s = chooser.uniform(0.2, 12.0)
     until = time.monotonic() + delay_s
-    num_answers = 0
     with client_of(server) as client, concurrent.futures.ThreadPoolExecutor(4) as pool:
         tasks = [pool.submit(_until_killed, client, until, random.Random(chooser.random())) for _ in range(4)]
         time.sleep(delay_s)
@@ -211,11 +216,12 @@ def main():
         shared, before = files(Path("/dev/shm")), files(cache)
         chooser = random.Random(1)
         num_left = 0
-        for _ in range(arguments.kills):
+        for number in range(arguments.kills):
             # A new cache for each second one: it is killed while programs are compiled and stored.
             if chooser.random() < 0.5:
                 shutil.rmtree(cache / "torchax-serve" / "compiled", ignore_errors=True)
-            delay_s, num_answers, num_children, alive = kill(root, environment, expected, chooser)
+            is_late = number % 3 != 0  # a third of them in the start
+            delay_s, num_answers, num_children, alive = kill(root, environment, expected, chooser, is_late=is_late)
             left = {
                 "processes": alive,
                 "temporary": sorted(files(scratch)),
@@ -223,7 +229,8 @@ def main():
             }
             left["partial"] = sorted(each for each in files(cache) - before if Path(each).name.startswith("."))
             num_left += any(left.values())
-            print(f"killed after {delay_s:.1f} s, {num_answers} answers, {num_children} children: {left}", flush=True)
+            when = f"{delay_s:.1f} s after its {'first answer' if is_late else 'start'}"
+            print(f"killed {when}, {num_answers} answers, {num_children} children: {left}", flush=True)
         print(json.dumps(measure(root, environment, expected, 60)), flush=True)
         print(f"{num_left} of {arguments.kills} left something behind")
 
