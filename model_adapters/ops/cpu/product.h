@@ -135,6 +135,10 @@ class Product {
   // cache would keep them in one set, and lose them.
   static constexpr bool kCopies = !kAsTheyLie || !kManyRegisters;
   static constexpr int64_t kCopyColumns = 256, kCopyStride = kCopyColumns + kWordsPerLine;
+  static constexpr int kStripRows = 6;         // weight rows side by side in a strip; a chunk has a whole number of strips
+  static constexpr int64_t kManyGroups = 12;   // of x, from which on turning the weights pays
+  static constexpr int64_t kBlockGroups = 96;  // of x, whose sums stay in the second-level cache until they are written
+  static_assert(kChunkRows % (2 * kStripRows) == 0);
 
  public:
   // Row r of the result is row to[r] of the output, if `to` is given.
@@ -156,34 +160,41 @@ class Product {
         for_count<kFewRows>(rows_, [&](auto count) { stream<count>(i, i + kLanes < end ? weight_ + (i + kLanes) * k_ : after, out); });
       return;
     }
-    sums_of_thread.resize(kChunkRows * num_groups * kLanes);
-    const Sums sums{sums_of_thread.data(), num_groups * kLanes};
-    if (kCopies && num_groups > kMaxGroups) {
-      panels(begin, end, after, num_groups, sums);
-    } else {
-      for (int64_t d = 0; d < std::max<int64_t>(k_, 1); d += kBlockWords * kPerWord) {
-        const bool is_last = d + kBlockWords * kPerWord >= k_;
-        for (int64_t g = 0; g < num_groups;) {
-          const bool fetches = g == 0;  // later groups find the weights in the cache
-          const T* then = !fetches ? nullptr : is_last ? after : weight_ + begin * k_ + d + kBlockWords * kPerWord;
-          const int64_t left = num_groups - g;
-          if (kMaxGroups == 4 && left >= 4) tiles<kMaxGroups>(begin, end, d, g, sums, fetches, then), g += kMaxGroups;
-          else if (left >= 2) tiles<2>(begin, end, d, g, sums, fetches, then), g += 2;
-          else tiles<1>(begin, end, d, g, sums, fetches, then), g += 1;
-        }
-      }
+    const int64_t most = kCopies && num_groups >= kManyGroups ? kBlockGroups : num_groups;
+    sums_of_thread.resize(kChunkRows * std::min(most, num_groups) * kLanes);
+    for (int64_t first = 0; first < num_groups; first += most) {
+      const int64_t last = std::min(num_groups, first + most);
+      const Sums sums{sums_of_thread.data(), (last - first) * kLanes, first};
+      multiply(begin, end, first, last, first == 0 ? after : nullptr, sums);
+      for (int64_t g = first; g < last; g++)
+        for (int64_t i = begin; i < end; i += kLanes) finish(sums, g, i, i - begin, std::min<int64_t>(kLanes, end - i), out);
     }
-    for (int64_t g = 0; g < num_groups; g++)
-      for (int64_t i = begin; i < end; i += kLanes) finish(sums, g, i, i - begin, std::min<int64_t>(kLanes, end - i), out);
   }
 
  private:
-  // [kChunkRows][stride], a column for each row of x.
+  // [kChunkRows][stride], a column for each row of x from group `first` on.
   struct Sums {
     float* data;
-    int64_t stride;
-    float* at(int64_t i, int64_t g) const { return data + i * stride + g * kLanes; }
+    int64_t stride, first;
+    float* at(int64_t i, int64_t g) const { return data + i * stride + (g - first) * kLanes; }
   };
+
+  // The sums of weight rows [begin, end) and groups [first, last) of x.
+  void multiply(int64_t begin, int64_t end, int64_t first, int64_t last, const T* after, const Sums& sums) const {
+    if (kCopies && last - first >= kManyGroups) return strips(begin, end, after, first, last, sums);
+    if (kCopies && last - first > kMaxGroups) return panels(begin, end, after, first, last, sums);
+    for (int64_t d = 0; d < std::max<int64_t>(k_, 1); d += kBlockWords * kPerWord) {
+      const bool is_last = d + kBlockWords * kPerWord >= k_;
+      for (int64_t g = first; g < last;) {
+        const bool fetches = g == first;  // later groups find the weights in the cache
+        const T* then = !fetches ? nullptr : is_last ? after : weight_ + begin * k_ + d + kBlockWords * kPerWord;
+        const int64_t left = last - g;
+        if (kMaxGroups == 4 && left >= 4) tiles<kMaxGroups>(begin, end, d, g, sums, fetches, then), g += kMaxGroups;
+        else if (left >= 2) tiles<2>(begin, end, d, g, sums, fetches, then), g += 2;
+        else tiles<1>(begin, end, d, g, sums, fetches, then), g += 1;
+      }
+    }
+  }
 
   // kLanes weight rows from `begin` on, one step of K at d, turned: v[j] holds word j of each. Rows behind the last repeat it.
   void load_square(int64_t begin, int64_t d, Vec* v) const {
@@ -238,7 +249,7 @@ class Product {
 
   // All groups of x, by columns that are copied once for all of them: a copy takes an eighth of the time of one tile's
   // products. A group's columns stay in the first-level cache while the chunk's tiles pass. The sums take the same steps.
-  void panels(int64_t begin, int64_t end, const T* after, int64_t num_groups, const Sums& sums) const {
+  void panels(int64_t begin, int64_t end, const T* after, int64_t first, int64_t last, const Sums& sums) const {
     static thread_local std::vector<float> panel_of_thread;
     panel_of_thread.resize(kChunkRows * kCopyStride);
     float* panel = panel_of_thread.data();
@@ -246,9 +257,9 @@ class Product {
       const int64_t columns = std::min(kCopyColumns, k_ - d);
       for (int64_t i = begin; i < end; i++) copy_row(weight_ + i * k_ + d, columns, panel + (i - begin) * kCopyStride);
       const T* next = d + kCopyColumns < k_ ? weight_ + begin * k_ + d + kCopyColumns : after;
-      for (int64_t g = 0; g < num_groups;) {
-        const int64_t left = num_groups - g;
-        const T* then = g == 0 ? next : nullptr;
+      for (int64_t g = first; g < last;) {
+        const int64_t left = last - g;
+        const T* then = g == first ? next : nullptr;
         if (kMaxGroups == 4 && left >= 4) panel_tiles<kMaxGroups>(panel, end - begin, d, columns, g, sums, then), g += kMaxGroups;
         else if (left >= 2) panel_tiles<2>(panel, end - begin, d, columns, g, sums, then), g += 2;
         else panel_tiles<1>(panel, end - begin, d, columns, g, sums, then), g += 1;
@@ -274,6 +285,85 @@ class Product {
       for (int h = 0; h < G; h++) sum[i][h] = d == 0 ? Vec{} : load(sums.at(row + i, g + h));
     const T* next = then != nullptr && then + (row + R) * k_ <= weight_ + n_ * k_ ? then + row * k_ : nullptr;
     add<R, G>((const char*)(panel + row * kCopyStride), kCopyStride * int64_t(sizeof(float)), columns, x, next, sum);
+    for (int i = 0; i < R; i++)
+      for (int h = 0; h < G; h++) store(sums.at(row + i, g + h), sum[i][h]);
+  }
+
+  // As `panels`, for many groups. A copy is turned, in strips of kStripRows weight rows whose words lie side by side, column by
+  // column: a tile then reads one stream from the second-level cache, which the processor fetches ahead by itself. The sums
+  // take the same steps. Zeros stand for rows that are not there.
+  void strips(int64_t begin, int64_t end, const T* after, int64_t first, int64_t last, const Sums& sums) const {
+    static thread_local std::vector<float> strips_of_thread;
+    strips_of_thread.resize(kChunkRows * kCopyColumns + kLanes);
+    float* strips = strips_of_thread.data();
+    const int64_t num_strips = (end - begin + kStripRows - 1) / kStripRows;
+    for (int64_t d = 0; d < std::max<int64_t>(k_, 1); d += kCopyColumns) {
+      const int64_t columns = std::min(kCopyColumns, k_ - d);
+      for (int64_t s = 0; s < num_strips; s++) turn_strip(begin + s * kStripRows, end, d, columns, strips + s * kStripRows * kCopyColumns);
+      const T* next = d + kCopyColumns < k_ ? weight_ + begin * k_ + d + kCopyColumns : after;
+      for (int64_t g = first; g < last;) {
+        const int64_t left = last - g;
+        const T* then = g == first ? next : nullptr;
+        if (left >= kMaxGroups) strip_tiles<kMaxGroups>(strips, num_strips, d, columns, g, sums, then), g += kMaxGroups;
+        else strip_tiles<1>(strips, num_strips, d, columns, g, sums, then), g += 1;
+      }
+    }
+  }
+
+  // Column j of weight rows [begin, begin + kStripRows), up to `end`, to out + j * kStripRows. What a vector writes behind a
+  // column, the next one writes over.
+  void turn_strip(int64_t begin, int64_t end, int64_t d, int64_t columns, float* out) const {
+    const int count = int(std::min<int64_t>(kStripRows, end - begin));
+    const T* w = weight_ + begin * k_ + d;
+    for (int64_t j = 0; j < columns; j += kLanes) {
+      const int here = int(std::min<int64_t>(kLanes, columns - j));
+      Vec v[kLanes] = {};
+      for (int i = 0; i < count; i++) v[i] = here == kLanes ? load(w + i * k_ + j) : load_first(w + i * k_ + j, here);
+      transpose_square(v);
+      for (int l = 0; l < here; l++) store(out + (j + l) * kStripRows, v[l]);
+    }
+  }
+
+  // The tiles of all strips with G groups of x: two strips together where one would leave registers empty.
+  template <int G>
+  void strip_tiles(const float* strips, int64_t num_strips, int64_t d, int64_t columns, int64_t g, const Sums& sums, const T* then) const {
+    constexpr int kTogether = G == 1 ? 2 : 1;
+    int64_t s = 0;
+    for (; s + kTogether <= num_strips; s += kTogether) strip_tile<kTogether, G>(strips, s, d, columns, g, sums, then);
+    for (; s < num_strips; s++) strip_tile<1, G>(strips, s, d, columns, g, sums, then);
+  }
+
+  // Adds the products of S strips from `s` on; the first columns set the sums.
+  template <int S, int G>
+  void strip_tile(const float* strips, int64_t s, int64_t d, int64_t columns, int64_t g, const Sums& sums, const T* then) const {
+    constexpr int R = S * kStripRows;
+    constexpr int64_t kSize = kStripRows * kCopyColumns;
+    const int64_t row = s * kStripRows;
+    Vec sum[R][G];
+    for (int i = 0; i < R; i++)
+      for (int h = 0; h < G; h++) sum[i][h] = d == 0 ? Vec{} : load(sums.at(row + i, g + h));
+    const float* w = strips + s * kSize;
+    const float* x[G];
+    for (int h = 0; h < G; h++) x[h] = x_ + ((g + h) * num_words_ + d / kPerWord) * kLanes;
+    const T* next = then != nullptr && then + (row + R) * k_ <= weight_ + n_ * k_ ? then + row * k_ : nullptr;
+    for (int64_t j = 0; j < columns; j += kWordsPerLine) {
+      if (next != nullptr)
+        for (int i = 0; i < R; i++) __builtin_prefetch(next + i * k_ + j, 0, 2);
+      const int64_t here = std::min<int64_t>(kWordsPerLine, columns - j);
+#pragma GCC unroll 4
+      for (int64_t l = 0; l < here; l++) {
+        Vec v[G];
+#pragma GCC unroll 4
+        for (int h = 0; h < G; h++) v[h] = load(x[h]), x[h] += kLanes;
+#pragma GCC unroll 16
+        for (int i = 0; i < R; i++) {
+          const Vec word = splat_word<Vec>(w + i / kStripRows * kSize + i % kStripRows);
+#pragma GCC unroll 4
+          for (int h = 0; h < G; h++) sum[i][h] = fma(word, v[h], sum[i][h]);
+        }
+        w += kStripRows;
+      }
+    }
     for (int i = 0; i < R; i++)
       for (int h = 0; h < G; h++) store(sums.at(row + i, g + h), sum[i][h]);
   }
