@@ -11,15 +11,17 @@ tensor, dense attention runs on the tensors it passed: slower, never different. 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, masking_utils
 from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_mask
 
 from model_adapters.bridge.views import as_views, in_torch_mode, jax_view, torch_view
@@ -32,6 +34,7 @@ from model_adapters.lowerings import constant_folding
 from model_adapters.ops import decode_attention, dense_attention
 from model_adapters.ops.attention_args import AttentionArgs
 from model_adapters.ops.row_pages import attend_row, attend_stored
+from model_adapters.ops.varlen_attention import text_of_token, varlen_attention
 
 
 class ImplementationName(str):
@@ -86,6 +89,37 @@ class CausalMask:
         return None if self.starts is None else (jnp.arange(length) >= self.starts[:, None])[:, None, None]
 
 
+@dataclasses.dataclass(frozen=True)
+class TextMask:
+    """Annotation of a mask over texts that stand in one row: what a token sees of its own text.
+
+    Attributes:
+        cu_seqlens: int32[S + 1], where each text begins.
+        before: Most tokens in front of its own that it sees; None: all.
+        behind: Most tokens behind its own that it sees; None: all.
+    """
+
+    cu_seqlens: jax.Array
+    before: int | None
+    behind: int | None
+
+
+_TEXTS: ContextVar[jax.Array | None] = ContextVar("where texts begin", default=None)
+
+
+@contextlib.contextmanager
+def texts_in_one_row(cu_seqlens: jax.Array) -> Iterator[None]:
+    """Has attention inside see each text of a row by itself; they begin at `cu_seqlens` int32[S + 1]."""
+    found = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = lambda position_ids: None  # texts are known, not guessed
+    token = _TEXTS.set(cu_seqlens)
+    try:
+        yield
+    finally:
+        _TEXTS.reset(token)
+        masking_utils.find_packed_sequence_indices = found
+
+
 def padding_mask(starts: jax.Array, length: int) -> torch.Tensor:
     """Returns the annotated 2D mask bool[batch, length] of left padding; `starts` int32[batch]."""
     mask = torch_view(jnp.arange(length)[None, :] >= starts[:, None])
@@ -120,6 +154,26 @@ def infer_window(mask_function: Callable[..., Any], length: int, batch: int = 1)
     visible = visible.expand(shape)
     window = int(visible.reshape(-1, length)[-1].sum())
     return window if torch.equal(visible, ((keys <= queries) & (keys > queries - window)).expand(shape)) else None
+
+
+def _band_of(mask_function: Callable[..., Any], length: int) -> tuple[int | None, int | None] | None:
+    """Returns the most tokens in front of its own, and behind, that a token sees; None: no such band.
+
+    None in place of a number: all. The function is evaluated, as by `infer_window`.
+    """
+    queries = torch.tensor(sorted({0, length // 3, length // 2, length - 1}))[:, None]
+    keys = torch.arange(length)
+    try:
+        visible = mask_function(torch.tensor(0), torch.tensor(0), queries, keys).expand(len(queries), length)
+    except Exception:  # it needs more than indices
+        return None
+    if type(visible) is not torch.Tensor or visible.dtype != torch.bool or not visible.any():
+        return None
+    far = (keys - queries)[visible]
+    before, behind = -int(far.min()), int(far.max())
+    if not torch.equal(visible, (keys >= queries - before) & (keys <= queries + behind)):
+        return None
+    return (None if before == length - 1 else before), (None if behind == length - 1 else behind)
 
 
 def chunk_of(mask_function: Callable[..., Any]) -> int | None:
@@ -160,7 +214,10 @@ def torchax_mask(
         **kwargs,
     )
     padding = getattr(attention_mask, "left_padding", None)
-    if attention_mask is None or padding is not None:
+    if (cu_seqlens := _TEXTS.get()) is not None:
+        band = _band_of(mask_function, kv_length) if attention_mask is None and q_length == kv_length else None
+        mask.text_mask = None if band is None else TextMask(cu_seqlens, *band)
+    elif attention_mask is None or padding is not None:
         window = infer_window(mask_function, kv_length, batch_size)
         if window is not None:
             starts = None if padding is None else padding.starts
@@ -175,7 +232,7 @@ def additive_mask(*args: Any, dtype: torch.dtype = torch.float32, **kwargs: Any)
     visible: Any = torchax_mask(*args, dtype=dtype, **kwargs)
     mask: Any = torch.where(visible, torch.zeros((), dtype=dtype), torch.finfo(dtype).min)
     mask.visible = visible
-    for name in ("causal_mask", "attention_chunk_size"):
+    for name in ("causal_mask", "attention_chunk_size", "text_mask"):
         if (annotation := getattr(visible, name, None)) is not None:
             setattr(mask, name, annotation)
     return mask
@@ -225,6 +282,8 @@ def torchax_attention(
     pages: LatentWrite | PagedWrite | None = getattr(key, "latent_write", None) or getattr(key, "paged_write", None)
     if pages is not None:
         return _on_pages(query, key, value, pages, attention_mask, position_bias, features), None
+    if _TEXTS.get() is not None:
+        return _in_texts(query, key, value, attention_mask, position_bias, features), None
     if isinstance(position_bias, tuple) or sinks is not None:
         raise NotPackableError("sinks of each query, or biases by distance, outside of a packed step")
     slopes = None if alibi_slopes is None else jax_view(alibi_slopes).astype(jnp.float32)
@@ -342,6 +401,42 @@ def _on_pages(
     return attend_paged(query, key, write, window, **features)
 
 
+def _in_texts(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: Any,
+    position_bias: Any,
+    features: dict[str, Any],
+) -> torch.Tensor:
+    """Runs attention of a row of texts, of which each is seen by itself.
+
+    Raises:
+        NotPackableError: scores depend on more than a band of positions, or keys are not the tokens of the row.
+    """
+    text_mask: TextMask | None = getattr(mask, "text_mask", None)
+    if text_mask is None or position_bias is not None:
+        raise NotPackableError("attention with a mask, or biases, that are more than a band of positions")
+    if any(features[name] is not None for name in ("alibi_slopes", "token_sinks")):
+        raise NotPackableError("attention with biases of its own in a row of texts")
+    q, k, v = map(jax_view, (query, key, value))
+    if not q.shape[0] == k.shape[0] == 1 or q.shape[2] != k.shape[2]:
+        raise NotPackableError("attention to something else than the tokens of the row")
+    cu_seqlens, sinks = text_mask.cu_seqlens, features["sinks"]
+    texts, positions = text_of_token(cu_seqlens, q.shape[2])
+    until = jnp.diff(cu_seqlens, append=cu_seqlens[-1:])[texts] - 1
+    if text_mask.behind is not None:
+        until = jnp.minimum(until, positions + text_mask.behind)
+    args = AttentionArgs(
+        features["scale"],
+        None if text_mask.before is None else text_mask.before + 1,
+        features["softcap"],
+        None if sinks is None else jax_view(sinks),
+        sees_until=until,
+    )
+    return torch_view(varlen_attention(jnp.swapaxes(q[0], 0, 1), k[0], v[0], cu_seqlens, args)[None])
+
+
 def _dense_mask(
     mask: jax.Array | None,
     bias: jax.Array | None,
@@ -446,6 +541,8 @@ def _attention_of_function(
     enable_gqa: bool = False,  # which our attention allows in any case
 ) -> torch.Tensor | None:
     """Returns attention [batch, heads, q_len, v_dim]; None if keys are no cache's."""
+    if _TEXTS.get() is not None:
+        raise NotPackableError("attention past transformers' attention interface")
     is_paged = hasattr(key, "paged_write") or hasattr(key, "latent_write")
     if not is_paged and not (hasattr(key, "cache_write") and hasattr(attn_mask, "causal_mask")):
         return None

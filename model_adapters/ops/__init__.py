@@ -25,6 +25,7 @@ from model_adapters.ops.routed_matmul import routed_matmul
 from model_adapters.ops.segments import Segments
 from model_adapters.ops.selective_scan import selective_scan
 from model_adapters.ops.state_space import state_space
+from model_adapters.ops.varlen_attention import varlen_attention
 
 for _module in pkgutil.iter_modules(__path__):
     if not _module.ispkg:  # kernels of a platform are imported when they are needed
@@ -60,4 +61,5 @@ __all__ = [
     "softmax",
     "state_space",
     "use",
+    "varlen_attention",
 ]

@@ -23,6 +23,7 @@ OPS = {
     "paged_attention": NUM_SEQS + 1,
     "dense_attention": None,
     "cross_attention": None,
+    "varlen_attention": None,
 }
 """Each op that takes `AttentionArgs`, and the length of the last of its arrays of integers."""
 PLATFORM = {"gpu-triton": "gpu", "gpu-mosaic": "gpu", "tpu-pallas": "tpu"}
@@ -60,6 +61,9 @@ def arrays_of(op, pool_dtype):
             array(NUM_SEQS, 2, dtype="int32"),
             array(NUM_SEQS, dtype="int32"),
         ]
+    if op == "varlen_attention":
+        keys = [array(HEADS, NUM_SEQS, DIM)] * 2
+        return [array(NUM_SEQS, HEADS * GROUP, DIM), *keys, array(3, dtype="int32")]
     heads = [array(NUM_SEQS, number, DIM) for number in (HEADS * GROUP, HEADS, HEADS)]
     pool = array(9, HEADS, PAGE, 2 * DIM, dtype=pool_dtype)
     ints = [array(*shape, dtype="int32") for shape in ((NUM_SEQS, 2), (NUM_SEQS,), (OPS[op],))]

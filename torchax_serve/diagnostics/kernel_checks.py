@@ -143,6 +143,19 @@ def _paged_attention(dtype: Any, size: int) -> KernelCase:
     return KernelCase(call, (*_tokens(dtype, sum(new)), pool, table, lens, ends))
 
 
+def _varlen_attention(dtype: Any, size: int) -> KernelCase:
+    lens = (1, 20 * size, 3, 10)
+    q, k, v = _tokens(dtype, sum(lens))
+    ends = jnp.asarray([0, *np.cumsum(lens)], jnp.int32)
+    until = jnp.asarray(np.repeat(lens, lens) - 1, jnp.int32)
+
+    def call(q: jax.Array, k: jax.Array, v: jax.Array, ends: jax.Array, until: jax.Array) -> jax.Array:
+        args = ops.AttentionArgs(_DIM**-0.5, sees_until=until)
+        return ops.varlen_attention(q, jnp.swapaxes(k, 0, 1), jnp.swapaxes(v, 0, 1), ends, args)
+
+    return KernelCase(call, (q, k, v, ends, until))
+
+
 _LENS = (1, 40, 1, 10)
 """Tokens of the sequences that recurrent layers get: prompts and single tokens."""
 
@@ -220,6 +233,7 @@ CASES: dict[str, Callable[[Any, int], KernelCase]] = {
     "row_sum": _row_sum,
     "selective_scan": _selective_scan,
     "state_space": _state_space,
+    "varlen_attention": _varlen_attention,
 }
 """Makes a call of each op in a dtype; the second argument scales the arrays (1 is small)."""
 

@@ -47,6 +47,7 @@ struct Tile {
   const int32_t* until;              // [rows / group], last position that a token sees if it is behind its own; or null
   const float* biases;               // of the first row; or null
   int64_t bias_stride, token_stride;  // of the biases: from a row to the next of its token, and from a token to the next
+  int64_t offset;                     // rows of its page in front of position 0
   int64_t reach;                      // 0: biases are by position, up to the end of the last block; else of so many keys up to
                                       // the query's own, between kBiasMargin zeros on each side
 
@@ -248,11 +249,11 @@ struct Block {
 
   // Positions [begin + skipped, begin + known) of the page list; those before stand for the first of them, those behind for
   // the last.
-  void find(const T* pool, const int32_t* pages, int64_t head, const Shape& shape, int64_t begin, int skipped, int known) {
+  void find(const T* pool, const int32_t* pages, int64_t head, const Shape& shape, int64_t begin, int skipped, int known, int64_t offset) {
     for (int t = skipped; t < known;) {
       const int64_t at = begin + t, slot = at % shape.page;
       const int64_t page = std::clamp<int64_t>(pages[at / shape.page], 0, shape.num_pages - 1);
-      const int64_t place = (page * shape.kv_heads + head) * shape.page + slot;
+      const int64_t place = (page * shape.kv_heads + head) * shape.page + slot + offset;
       const T* row = pool + place * shape.width;
       const T* value = shape.values ? static_cast<const T*>(shape.values) + place * shape.value_dim : row + shape.value_begin;
       const int64_t step = shape.values ? shape.value_dim : shape.width;
@@ -348,7 +349,7 @@ class Walk {
     while (begin_ < stop_ && !tile_.sees(0, tile_.rows, begin_, begin_ + kBlock)) begin_ += kBlock;
     if (begin_ >= stop_) return false;
     visit.begin = begin_, visit.known = int(std::min<int64_t>(kBlock, highest_ - begin_));
-    visit.block.find(pool_, pages_, head_, shape_, begin_, skipped(begin_), visit.known);
+    visit.block.find(pool_, pages_, head_, shape_, begin_, skipped(begin_), visit.known, tile_.offset);
     begin_ += kBlock;
     return true;
   }

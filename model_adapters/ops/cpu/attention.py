@@ -132,6 +132,24 @@ def dense_attention(
     return jnp.swapaxes(out, 1, 2)
 
 
+def varlen_attention(q: jax.Array, k: jax.Array, v: jax.Array, cu_seqlens: jax.Array, args: AttentionArgs) -> jax.Array:
+    """Runs the op as one kernel, which reads the keys of each text alone.
+
+    What a token gets is bit-equal whichever texts stand beside its own.
+    """
+    until = jnp.zeros((0,), jnp.int32) if args.sees_until is None else args.sees_until
+    result = jax.ShapeDtypeStruct((*q.shape[:2], v.shape[2]), q.dtype)
+    options = {
+        "scale": np.float32(args.scale),
+        "softcap": np.float32(args.softcap or 0.0),
+        "window": np.int64(args.window or 0),
+    }
+    out: jax.Array = ffi_call("tas_varlen_attention", result)(
+        q, k, v, cu_seqlens, until, or_empty(args.sinks), **options
+    )
+    return out
+
+
 def _in_blocks(biases: jax.Array | None, capacity: int) -> jax.Array:
     """Returns ``biases[T, Hq, S]`` up to the end of the last block of `capacity`; empty if None."""
     if biases is None:

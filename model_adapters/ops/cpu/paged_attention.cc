@@ -67,6 +67,7 @@ struct Call {
   int64_t reach;                                                   // as of `Tile`
   int64_t sink_stride;                                             // query_heads: each token has sinks of its own; 0: all have the same
   bool reads_only;                                                 // pages have all keys: none is written
+  bool is_dense;                                                   // all keys are one page, those of a sequence at its tokens
   bool sees_all;                                                   // each query sees all keys, and none has a position
   float scale, softcap;
 
@@ -93,6 +94,7 @@ Tile tile_of(const Call& call, const Shape& shape, int64_t s, int64_t token, int
   tile.end = std::min<int64_t>(call.kv_lens[s], shape.capacity());
   tile.prefix = call.prefix_lens ? std::clamp<int64_t>(call.prefix_lens[s], 0, tile.end) : 0;
   tile.window = call.window, tile.softcap = call.softcap, tile.scale = call.scale;
+  tile.offset = call.is_dense ? call.begin(s) : 0;
   tile.until = call.sees_until ? call.sees_until + token : nullptr;
   return tile;
 }
@@ -392,6 +394,25 @@ ffi::Error dense_attention(ffi::ThreadPool threads, ffi::AnyBuffer q, ffi::AnyBu
   return attend_pages(threads, call, shape, keys.element_type(), keys.untyped_data());
 }
 
+// Texts of many lengths one after the other: q[T, Hq, D] keys[H, T, D] values[H, T, Dv] cu_seqlens[S + 1] sees_until[T or 0]
+// sinks[Hq or 0] -> out[T, Hq, Dv]. Blocks of positions begin with the text, so that no other text changes a sum.
+ffi::Error varlen_attention(ffi::ThreadPool threads, ffi::AnyBuffer q, ffi::AnyBuffer keys, ffi::AnyBuffer values, ffi::AnyBuffer cu_seqlens, ffi::AnyBuffer sees_until,
+                            ffi::AnyBuffer sinks, float scale, float softcap, int64_t window, ffi::Result<ffi::AnyBuffer> out) {
+  const auto qd = q.dimensions(), kd = keys.dimensions();
+  const int64_t num_seqs = cu_seqlens.dimensions()[0] - 1;
+  const auto* begins = static_cast<const int32_t*>(cu_seqlens.untyped_data());
+  const std::vector<int32_t> pages(num_seqs, 0);
+  std::vector<int32_t> lens(num_seqs);
+  for (int64_t s = 0; s < num_seqs; s++) lens[s] = std::max(0, std::min<int32_t>(begins[s + 1], qd[0]) - begins[s]);
+  Call call{};
+  call.q = rows_of(q), call.out = out->untyped_data(), call.page_table = pages.data(), call.kv_lens = lens.data(), call.cu_q_lens = begins;
+  call.num_tokens = qd[0], call.num_seqs = num_seqs, call.query_heads = qd[1];
+  call.scale = scale, call.softcap = softcap, call.window = window, call.reads_only = true, call.is_dense = true;
+  call.sees_until = data_or_null<int32_t>(sees_until), call.sinks = data_or_null<float>(sinks);
+  const Shape shape{kd[0], call.query_heads / kd[0], kd[2], values.dimensions()[2], kd[1], kd[2], 1, 1, kd[2], values.untyped_data()};
+  return attend_pages(threads, call, shape, keys.element_type(), keys.untyped_data());
+}
+
 }  // namespace
 }  // namespace tas
 
@@ -414,3 +435,5 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(tas_dense_attention, tas::dense_attention,
                                   .Attr<float>("softcap")
                                   .Attr<bool>("causal")
                                   .Ret<ffi::AnyBuffer>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(tas_varlen_attention, tas::varlen_attention,
+                              ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().TAS_ARGS_6().Attr<float>("scale").Attr<float>("softcap").Attr<int64_t>("window").Ret<ffi::AnyBuffer>());

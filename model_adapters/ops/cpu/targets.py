@@ -25,6 +25,7 @@ TARGETS = (
     "tas_state_space",
     "tas_unpack",
     "tas_unpack_rows",
+    "tas_varlen_attention",
     "tas_write_pages",
     "tas_write_tokens",
 )
