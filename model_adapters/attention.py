@@ -109,7 +109,10 @@ _TEXTS: ContextVar[jax.Array | None] = ContextVar("where texts begin", default=N
 
 @contextlib.contextmanager
 def texts_in_one_row(cu_seqlens: jax.Array) -> Iterator[None]:
-    """Has attention inside see each text of a row by itself; they begin at `cu_seqlens` int32[S + 1]."""
+    """Has attention inside see each text of a row by itself.
+
+    They begin at `cu_seqlens` int32[S + 1].
+    """
     found = masking_utils.find_packed_sequence_indices
     masking_utils.find_packed_sequence_indices = lambda position_ids: None  # texts are known, not guessed
     token = _TEXTS.set(cu_seqlens)
@@ -157,9 +160,10 @@ def infer_window(mask_function: Callable[..., Any], length: int, batch: int = 1)
 
 
 def _band_of(mask_function: Callable[..., Any], length: int) -> tuple[int | None, int | None] | None:
-    """Returns the most tokens in front of its own, and behind, that a token sees; None: no such band.
+    """Returns how many tokens in front of its own, and behind, a token sees.
 
-    None in place of a number: all. The function is evaluated, as by `infer_window`.
+    None in place of a number: all; in place of both: it sees no such band. The function is evaluated, as by
+    `infer_window`.
     """
     queries = torch.tensor(sorted({0, length // 3, length // 2, length - 1}))[:, None]
     keys = torch.arange(length)

@@ -1,4 +1,4 @@
-"""Attention within texts of many lengths that stand one after the other in one row, without a cache.
+"""Attention within texts that stand one after the other in one row, without a cache.
 
 The layout is that of flash-attention's ``varlen`` functions: nothing is padded, and no text sees another.
 """
@@ -73,7 +73,10 @@ def text_of_token(cu_seqlens: jax.Array, num_tokens: int) -> tuple[jax.Array, ja
 
 @registry.define(OP, "texts of many lengths in one row, each seen by itself")
 def reference(q: jax.Array, k: jax.Array, v: jax.Array, cu_seqlens: jax.Array, args: AttentionArgs) -> jax.Array:
-    """Computes blocks of queries of one text, in float32; supports every shape, dtype and platform."""
+    """Computes blocks of queries of one text, in float32.
+
+    Supports every shape, dtype and platform.
+    """
     num_tokens, query_heads, dim = q.shape
     heads, group, num_texts = k.shape[0], query_heads // k.shape[0], len(cu_seqlens) - 1
     out = jnp.zeros((num_tokens, query_heads, v.shape[2]), q.dtype)

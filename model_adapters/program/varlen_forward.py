@@ -1,4 +1,4 @@
-"""One forward of texts of many lengths that stand one after the other in one row, without padding.
+"""One forward of texts that stand one after the other in one row, without padding.
 
 The text encoders of transformers take ``position_ids``, mix tokens in attention alone, and attend through transformers'
 attention interface: what they are told then is where each text begins. Other models raise `NotPackableError`, and their
@@ -25,7 +25,7 @@ from model_adapters.program.model_program import INDICES, Arrays, ModelProgram
 
 
 def forward_varlen(program: ModelProgram, weights: Weights, inputs: Mapping[str, Any], cu_seqlens: jax.Array) -> Arrays:
-    """Returns the fields [T, ...] of the model's output that have a row for each token. To be traced.
+    """Returns the fields [T, ...] of the output that have a row for each token. To be traced.
 
     Args:
         program: The model.
@@ -61,7 +61,7 @@ def forward_varlen(program: ModelProgram, weights: Weights, inputs: Mapping[str,
 
 
 def varlen_reason(program: ModelProgram) -> str | None:
-    """Returns why texts of a model cannot stand in one row, as far as its signature says; None if they can."""
+    """Returns why a model's signature does not let texts stand in one row; None if it does."""
     if program.sharding is not None:
         return "it is on a mesh"
     if program.rope is not None:
@@ -74,7 +74,7 @@ def varlen_reason(program: ModelProgram) -> str | None:
 
 
 def _positions(target: torch.nn.Module, ids: jax.Array, cu_seqlens: jax.Array) -> jax.Array:
-    """Returns the position of each token in its text, int32[T], counted as the model's own code does."""
+    """Returns the position of each token in its text, int32[T], as the model's code counts."""
     texts, positions = text_of_token(cu_seqlens, len(ids))
     padding_id = _counted_behind(target)
     if padding_id is None:
@@ -87,7 +87,7 @@ def _positions(target: torch.nn.Module, ids: jax.Array, cu_seqlens: jax.Array) -
 
 
 def _counted_behind(target: torch.nn.Module) -> int | None:
-    """Returns the id of the padding token from which positions count on; None if they count from 0."""
+    """Returns the padding token's id, from which positions count on; None: they count from 0."""
     for child in target.modules():
         method: Callable[..., Any] | None = getattr(child, "create_position_ids_from_input_ids", None)
         padding_id = getattr(child, "padding_idx", None)

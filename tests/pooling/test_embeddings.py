@@ -61,7 +61,7 @@ def test_many_texts_compile_few_programs(bert):
         served.embed([[5] * length], pooling="mean")
     for num_texts in (3, 4):
         served.embed([[5] * 20] * num_texts, pooling="mean")
-    assert sum(steps.num_traces.values()) - before <= 3  # a row of 24 tokens, one of 32, four rows of 24
+    assert sum(steps.num_traces.values()) - before <= 4  # rows of 32, 64 and 80 tokens, and the two texts of a trial
 
 
 @pytest.mark.parametrize("num_texts", [1, 2, 3, 5, 6, 7, 9, 11, 33])

@@ -13,7 +13,7 @@ from encoder_models import TEXTS, folder, tokenizer, write
 from safetensors.torch import save_file
 
 from torchax_serve import CheckpointError, InvalidArgumentError, UnsupportedModelError, serve
-from torchax_serve.pooling.layers import ACTIVATIONS, Layer, PoolingOptions, embeddings
+from torchax_serve.pooling.layers import ACTIVATIONS, Layer, PoolingOptions, TokenRows, embeddings
 from torchax_serve.pooling.sentence_transformers import rule_in
 
 pytestmark = pytest.mark.filterwarnings("ignore:Explicitly requested dtype int64:UserWarning")
@@ -153,9 +153,10 @@ def test_activations_match_torch(name):
     x = torch.linspace(-9, 9, 37)
     weights = ({"linear.weight": np.eye(37, dtype=np.float32)},)
     layers = (Layer("pooling", ("cls",)), Layer("dense", activation=name))
-    ones, none = np.ones((1, 1), np.int32), np.zeros(1, np.int32)
+    none = np.zeros(1, np.int32)
+    one_text = TokenRows(none, none, 1)
     options = PoolingOptions(pooling=0, num_values=37, keeps_norms=True, normalize=False)
-    found = embeddings(layers, ({}, *weights), jnp.asarray(x.numpy()[None, None]), ones, none, options)
+    found = embeddings(layers, ({}, *weights), jnp.asarray(x.numpy()[None]), one_text, none, options)
     np.testing.assert_allclose(found[0], module(x).numpy(), atol=1e-6, rtol=1e-6)
 
 

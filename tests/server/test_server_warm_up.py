@@ -11,7 +11,7 @@ from encoder_models import SPECIAL, WORDS, folder
 from running_server import serving
 from thorough import except_for
 
-from torchax_serve.pooling import POOLINGS
+from torchax_serve.pooling import POOLINGS, packing
 from torchax_serve.pooling.text_program import TextProgram
 from torchax_serve.server.start_progress import StartProgress
 
@@ -69,11 +69,13 @@ def test_after_warm_up_nothing_compiles(kind, tmp_path, monkeypatch):
         modules = [{"idx": int(n), "name": n, "path": path, "type": prefix + name} for n, path, name in modules]
         (tmp_path / "modules.json").write_text(json.dumps(modules))
     monkeypatch.setattr(TextProgram, "max_rows", 8)
+    monkeypatch.setattr(packing, "MAX_TEXTS", 8)
     shown = []
     stage = StartProgress.stage
     monkeypatch.setattr(StartProgress, "stage", lambda *args: shown.append(args[1:3]) or stage(*args))
     with serving(tmp_path, warm_up=True) as (server, _):
-        assert shown[-1] == ("compiling programs", 2 * 4)
+        # Texts that are embedded stand in rows of 16 to 96 tokens; others in batches of two lengths, of 1 to 8 rows.
+        assert shown[-1] == ("compiling programs", 6 if kind == "embeddings" else 2 * 4)
         before, num_texts = num_compilations(server), 0
         with httpx.Client(base_url=server.url, timeout=60) as client:
             for path, body in bodies(kind):

@@ -7,11 +7,11 @@ import numbers
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 from model_adapters.device_arrays import to_device
 from model_adapters.errors import InvalidArgumentError
+from torchax_serve.pooling.layers import TokenRows
 from torchax_serve.pooling.queue import check_wanted
 from torchax_serve.pooling.text_program import TextProgram
 from torchax_serve.pooling.text_tokenizer import IDS, MASK, Row, TextEncoder
@@ -30,12 +30,14 @@ class Batch:
 
     Attributes:
         indices: Indices of the texts in the order of the rows; further rows are padding.
-        mask: int32[rows, len], 1 for tokens of the text.
-        fields: Output of the forward by name, on the device.
+        tokens: Of which rows the tokens are, those of padded texts one row after the other.
+        begins: First token of each text.
+        fields: Output of the forward by name, on the device: [rows, len, ...] of padded texts, else [tokens, ...].
     """
 
     indices: list[int]
-    mask: jax.Array
+    tokens: TokenRows
+    begins: np.ndarray
     fields: dict[str, Any]
 
 
@@ -162,7 +164,7 @@ def batch_shapes(program: TextProgram, max_len: int) -> list[tuple[int, int]]:
     shapes = []
     for width in widths:
         texts = range(1, _most_rows(program, width) + 1)
-        shapes += [(rows, width) for rows in sorted({_next_power(min(n, _num_rows(n))) for n in texts})]
+        shapes += [(rows, width) for rows in sorted({next_power(min(n, _num_rows(n))) for n in texts})]
     return shapes
 
 
@@ -176,27 +178,33 @@ def _most_rows(program: TextProgram, width: int) -> int:
     return max(1, min(program.max_rows, TOKENS_PER_BATCH // width))
 
 
-def _next_power(number: int) -> int:
+def next_power(number: int) -> int:
+    """Returns the smallest power of two that is not below `number`."""
     return 1 << (number - 1).bit_length()
+
+
+def bucket_of(length: int, smallest: int = SMALLEST_STEP) -> int:
+    """Returns the size in which `length` tokens are computed; less than a quarter is padding."""
+    step = max(smallest, next_power(length) // 8)
+    return -(-length // step) * step
 
 
 def _width(program: TextProgram, length: int) -> int:
     """Returns the bucket size for rows of `length` tokens, within the model's positions."""
-    step = max(SMALLEST_STEP, (1 << (length - 1).bit_length()) // 8)  # padding is less than a quarter
-    bucket, limit = -(-length // step) * step, program.max_positions
+    bucket, limit = bucket_of(length), program.max_positions
     return bucket if limit is None else max(length, min(bucket, limit))
 
 
 def _num_rows(num_texts: int) -> int:
     """Returns the most rows of the next forward, a power of two; at most a quarter is padding."""
-    rows = _next_power(num_texts)
+    rows = next_power(num_texts)
     return rows if 4 * num_texts >= 3 * rows else rows // 2
 
 
 def _forward(
     program: TextProgram, rows: list[Row], indices: list[int], names: Iterable[str], width: int, pad_id: int
 ) -> Batch:
-    num_rows = _next_power(len(rows))
+    num_rows = next_power(len(rows))
     ids = np.full((num_rows, width), pad_id, np.int32)
     mask = np.zeros((num_rows, width), np.int32)
     mask[:, 0] = 1  # padding rows see one token, since a softmax over none is nan
@@ -204,16 +212,19 @@ def _forward(
     given = {name: np.zeros((num_rows, width), np.int32) for name in arguments} | {IDS: ids}
     for number, row in enumerate(rows):
         mask[number, : len(row[IDS])] = row.get(MASK, 1)
-        _check_ids(row[IDS], program.vocab_size)  # before int32, which holds not every number
+        check_ids(row[IDS], program.vocab_size)
         for name in given.keys() & row.keys():
             given[name][number, : len(row[name])] = row[name]
     if MASK in given:
         given[MASK] = mask
-    return Batch(indices, to_device(mask, np.int32), program.forward(given))
+    places = np.broadcast_to(np.arange(width, dtype=np.int32), mask.shape)
+    numbers = np.where(mask > 0, np.arange(num_rows, dtype=np.int32)[:, None], num_rows)
+    tokens = TokenRows(to_device(numbers.reshape(-1), np.int32), to_device(places.reshape(-1), np.int32), num_rows)
+    return Batch(indices, tokens, np.arange(len(rows)) * width, program.forward(given))
 
 
-def _check_ids(ids: Sequence[int], vocab_size: int) -> None:
-    """Raises InvalidArgumentError for token ids outside the vocabulary."""
+def check_ids(ids: Sequence[int], vocab_size: int) -> None:
+    """Raises InvalidArgumentError for token ids, of any size, outside the vocabulary."""
     smallest, largest = min(ids), max(ids)
     if smallest < 0 or largest >= vocab_size:
         wrong = smallest if smallest < 0 else largest

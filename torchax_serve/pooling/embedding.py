@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
+from model_adapters.caches.packed_batch import NotPackableError
 from model_adapters.errors import InvalidArgumentError, UnsupportedModelError
 from torchax_serve.compilation.executable_cache import CachedFunction
-from torchax_serve.pooling.batching import Batch, Text, checked_texts, rows_of, run
-from torchax_serve.pooling.layers import ANY_POOLING, Layer, PoolingOptions, Weights, embeddings
+from torchax_serve.pooling.batching import Batch, Text, batch_arguments, checked_texts, rows_of, run
+from torchax_serve.pooling.layers import ANY_POOLING, Layer, PoolingOptions, TokenRows, Weights, embeddings
 from torchax_serve.pooling.methods import POOLINGS
+from torchax_serve.pooling.packing import run_packed
 from torchax_serve.pooling.text_program import TextProgram
 from torchax_serve.pooling.text_rule import TextRule
-from torchax_serve.pooling.text_tokenizer import IDS, Row, TextEncoder
+from torchax_serve.pooling.text_tokenizer import IDS, MASK, Row, TextEncoder
 from torchax_serve.pooling.token_rule import VectorTokens
 
 HIDDEN = "last_hidden_state"
@@ -122,10 +125,24 @@ class Embedder:
     def _pooled(self, _: Any, *args: Any, spec: tuple[Layer, ...]) -> jax.Array:
         return embeddings(spec, *args)
 
-    def compile_pooling(self, hidden: Any, mask: Any) -> None:
-        """Compiles the layers behind the model for `hidden` [rows, len, width] and `mask`."""
-        lens, options = np.zeros(hidden.shape[0], np.int32), _options(0, 1, None)
-        self._pool.compiled({}, self.weights, hidden, mask, lens, options, spec=self.layers)
+    @property
+    def packs(self) -> bool:
+        """Whether texts stand in one row, without padding."""
+        may_hide = self.tokens is not None and self.tokens.rule.expansion is not None  # tokens that others do not see
+        return not may_hide and self.program.packs(batch_arguments(self.program, self.tokenizer.arguments))
+
+    def compile_pooling(self, hidden: Any, tokens: TokenRows) -> None:
+        """Compiles the layers behind the model for `hidden` [..., width] of `tokens`."""
+        lens, options = np.zeros(tokens.num_rows, np.int32), _options(0, 1, None)
+        self._pool.compiled({}, self.weights, hidden, tokens, lens, options, spec=self.layers)
+
+    def batches(self, rows: Sequence[Row]) -> Iterator[Batch]:
+        """Runs forwards over all `rows`, and yields their batches."""
+        if self.packs and not any(MASK in row for row in rows):
+            with contextlib.suppress(NotPackableError):  # texts are padded from now on
+                yield from run_packed(self.program, rows, self.tokenizer.arguments)
+                return
+        yield from run(self.program, rows, self.tokenizer.arguments, pad_id=self.pad_id)
 
     def embeddings(
         self,
@@ -152,13 +169,13 @@ class Embedder:
         prompt_len = self.tokenizer.prompt_len(prompt, max_len) if skips_prompt else 0
         lens = [prompt_len if isinstance(each, str) else 0 for each in requested]
         found: list[Any] = [None] * len(rows)
-        for batch in run(self.program, rows, self.tokenizer.arguments, pad_id=self.pad_id):
+        for batch in self.batches(rows):
             hidden = self._read(batch)
-            of_rows = np.zeros(hidden.shape[0], np.int32)
+            of_rows = np.zeros(batch.tokens.num_rows, np.int32)
             of_rows[: len(batch.indices)] = [lens[index] for index in batch.indices]
             num_values = self._num_values(hidden.shape[-1], truncate_dim)
             options = _options(pooling, num_values, normalize)
-            made = self._pool({}, self.weights, hidden, batch.mask, of_rows, options, spec=layers)
+            made = self._pool({}, self.weights, hidden, batch.tokens, of_rows, options, spec=layers)
             values = np.asarray(made)[:, :num_values]
             for number, index in enumerate(batch.indices):
                 found[index] = values[number]
@@ -170,25 +187,24 @@ class Embedder:
         It is what the layers make of the hidden states in a multi-vector model, else the hidden states.
         """
         found: list[Any] = [None] * len(rows)
-        for batch in run(self.program, rows, self.tokenizer.arguments, pad_id=self.pad_id):
+        for batch in self.batches(rows):
             hidden = self._read(batch)
             if self.tokens is None:
-                values = np.asarray(hidden).astype(np.float32)
+                values = np.asarray(hidden).astype(np.float32).reshape(-1, hidden.shape[-1])
                 values = values / np.linalg.norm(values, axis=-1, keepdims=True).clip(1e-12) if normalize else values
             else:
-                no_prompts = np.zeros(hidden.shape[0], np.int32)
+                no_prompts = np.zeros(batch.tokens.num_rows, np.int32)
                 options = _options(0, self._num_values(hidden.shape[-1], None), normalize)
-                values = np.asarray(
-                    self._pool({}, self.weights, hidden, batch.mask, no_prompts, options, spec=self.layers), np.float32
-                )
-            for number, index in enumerate(batch.indices):
-                found[index] = values[number, : len(rows[index][IDS])]
+                pooled = self._pool({}, self.weights, hidden, batch.tokens, no_prompts, options, spec=self.layers)
+                values = np.asarray(pooled, np.float32)
+            for begin, index in zip(batch.begins, batch.indices, strict=True):
+                found[index] = values[begin : begin + len(rows[index][IDS])]
         return found
 
     def _read(self, batch: Batch) -> jax.Array:
-        """Returns what the layers read of a batch, [rows, len, width]."""
+        """Returns what the layers read of a batch, [..., width]."""
         found: jax.Array | None = batch.fields.get(self.field)
-        if found is None or found.ndim != 3:
+        if found is None or found.ndim < 2 or found.size // found.shape[-1] != len(batch.tokens.rows):
             what = "logits" if self.is_sparse else "hidden states"
             raise UnsupportedModelError(
                 f"expected {what} of tokens from {self.program.class_name}, got {', '.join(batch.fields)}"

@@ -81,36 +81,51 @@ class PoolingOptions(NamedTuple):
     normalize: Any
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TokenRows:
+    """Which text each of N tokens belongs to.
+
+    Attributes:
+        rows: int32[N], ascending but for padding; `num_rows`: none.
+        places: int32[N], place of each token in its text.
+        num_rows: Number of texts, those of padding among them.
+    """
+
+    rows: Any
+    places: Any
+    num_rows: int = dataclasses.field(metadata={"static": True})
+
+
 def embeddings(
     layers: tuple[Layer, ...],
     weights: Weights,
     hidden: jax.Array,
-    mask: jax.Array,
+    tokens: TokenRows,
     prompt_lens: jax.Array,
     options: PoolingOptions,
 ) -> jax.Array:
-    """Returns embeddings float32[rows, dim].
+    """Returns embeddings float32[num_rows, dim]; of a model that does not pool float32[N, dim].
 
     Args:
         layers: the layers, of which one pools.
         weights: weights of the layers.
-        hidden: [rows, len, width], hidden states; logits for a "splade" layer.
-        mask: int32[rows, len], 1 for tokens of the text; each row starts with one.
-        prompt_lens: int32[rows], number of prompt tokens at the start of each row.
+        hidden: [..., width], hidden states of N tokens; logits for a "splade" layer.
+        tokens: of which texts they are.
+        prompt_lens: int32[num_rows], number of prompt tokens at the start of each text.
         options: of the request.
     """
-    out = hidden.astype(jnp.float32)
+    out = hidden.astype(jnp.float32).reshape(-1, hidden.shape[-1])
     for layer, tensors in zip(layers, weights, strict=True):
         if layer.kind == "pooling":
-            places = jnp.arange(mask.shape[1])
-            counted = mask if layer.reads_prompt else mask * (places >= prompt_lens[:, None])
+            counted = tokens if layer.reads_prompt else _without_prompts(tokens, prompt_lens)
             if layer == ANY_POOLING:
                 methods = [functools.partial(pooled, name=name) for name in POOLINGS]
                 out = jax.lax.switch(options.pooling, methods, out, counted)
             else:
                 out = jnp.concatenate([pooled(out, counted, name) for name in layer.poolings], -1)
         elif layer.kind == "splade":
-            out = _splade(layer, out, mask)
+            out = _splade(layer, out, tokens)
         elif layer.kind == "dense":
             out = _dense(layer, tensors, out)
         elif layer.kind == "layer_norm":
@@ -123,36 +138,40 @@ def embeddings(
     return jnp.where(options.normalize, _unit(out), out)
 
 
-def pooled(hidden: jax.Array, mask: jax.Array, name: str) -> jax.Array:
-    """Returns one pooling [rows, width] of `hidden` [rows, len, width].
+def _without_prompts(tokens: TokenRows, prompt_lens: jax.Array) -> TokenRows:
+    lens = jnp.append(prompt_lens, 0)[tokens.rows]
+    return dataclasses.replace(tokens, rows=jnp.where(tokens.places >= lens, tokens.rows, tokens.num_rows))
 
-    It is over the tokens of `mask` int32[rows, len].
+
+def pooled(hidden: jax.Array, tokens: TokenRows, name: str) -> jax.Array:
+    """Returns one pooling [num_rows, width] of `hidden` [N, width].
+
+    Texts without tokens give zeros.
     """
-    if name == "cls":
-        return _at(hidden, mask.argmax(1))
-    if name == "last":
-        last = mask.shape[1] - 1 - mask[:, ::-1].argmax(1)
-        return jnp.where(mask.any(1)[:, None], _at(hidden, last), 0)
-    real = mask[..., None].astype(hidden.dtype)
+    rows, number = tokens.rows, tokens.num_rows + 1  # the last takes what counts nowhere
+
+    def total(x: jax.Array) -> jax.Array:
+        # Not a product with ones and zeros, through which NaN of one text would reach the others.
+        return jax.ops.segment_sum(x, rows, number)[:-1]
+
+    if name in ("cls", "last"):
+        index = jnp.arange(len(rows), dtype=jnp.int32)
+        at = jax.ops.segment_min(index, rows, number) if name == "cls" else jax.ops.segment_max(index, rows, number)
+        found = jnp.take(hidden, at[:-1], axis=0, mode="clip")
+        return jnp.where((total(jnp.ones_like(index)) > 0)[:, None], found, 0)
     if name == "max":
-        return jnp.where(real > 0, hidden, -jnp.inf).max(1)
-    if name == "weighted_mean":
-        real = real * jnp.arange(1, hidden.shape[1] + 1, dtype=hidden.dtype)[None, :, None]
-    total = (jnp.where(real > 0, hidden, 0) * real).sum(1)
-    count = jnp.maximum(real.sum(1), 1e-9)
-    return total / (jnp.sqrt(count) if name == "mean_sqrt_len" else count)
+        return jax.ops.segment_max(hidden, rows, number)[:-1]
+    share = (tokens.places + 1 if name == "weighted_mean" else jnp.ones_like(rows)).astype(hidden.dtype)
+    count = jnp.maximum(total(share), 1e-9)[:, None]
+    return total(hidden * share[:, None]) / (jnp.sqrt(count) if name == "mean_sqrt_len" else count)
 
 
-def _at(hidden: jax.Array, places: jax.Array) -> jax.Array:
-    return jnp.take_along_axis(hidden, places[:, None, None], 1)[:, 0]
-
-
-def _splade(layer: Layer, logits: jax.Array, mask: jax.Array) -> jax.Array:
-    """Returns weights of the vocabulary [rows, vocab_size] by SPLADE (Formal et al., 2021)."""
+def _splade(layer: Layer, logits: jax.Array, tokens: TokenRows) -> jax.Array:
+    """Returns weights of the vocabulary [num_rows, vocab_size] by SPLADE (Formal et al., 2021)."""
     weights = jnp.log1p(jax.nn.relu(logits))
     weights = jnp.log1p(weights) if layer.activation == "log1p_relu" else weights
-    weights = jnp.where(mask[..., None] > 0, weights, 0)  # the smallest weight is 0
-    return weights.max(1) if layer.poolings == ("max",) else weights.sum(1)
+    pool = jax.ops.segment_max if layer.poolings == ("max",) else jax.ops.segment_sum
+    return jnp.maximum(pool(weights, tokens.rows, tokens.num_rows + 1)[:-1], 0)  # the smallest weight is 0
 
 
 def _dense(layer: Layer, tensors: Mapping[str, jax.Array], x: jax.Array) -> jax.Array:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -11,21 +13,27 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
+from model_adapters.caches.packed_batch import NotPackableError
 from model_adapters.errors import CheckpointError, InvalidArgumentError, UnsupportedModelError
 from model_adapters.loading import LoadedModel
 from model_adapters.loading.checkpoint import PICKLE_FILE, SAFE_FILE, Checkpoint, pickle_only
+from model_adapters.ops import registry
+from model_adapters.ops.cpu.ffi import DTYPES, missing
 from model_adapters.program.model_program import CallSpec
 from model_adapters.program.padding_safety import can_batch_padded
+from model_adapters.program.varlen_forward import varlen_reason
 from torchax_serve.compilation.executable_cache import ExecutableCache
 from torchax_serve.pooling.classification import HEADS, TextHead
-from torchax_serve.pooling.embedding import CHOICES, Embedder
+from torchax_serve.pooling.embedding import CHOICES, HIDDEN, Embedder
 from torchax_serve.pooling.layers import ANY_POOLING
 from torchax_serve.pooling.sentence_transformers import EmbeddingRule, LayerFiles, rule_in
 from torchax_serve.pooling.text_program import TextProgram
 from torchax_serve.pooling.text_rule import read_json
-from torchax_serve.pooling.text_tokenizer import MASK, TextTokenizer
+from torchax_serve.pooling.text_tokenizer import IDS, MASK, TextTokenizer
 from torchax_serve.pooling.token_rule import VectorTokens
 from torchax_serve.runtime.model_runtime import ModelRuntime
+
+logger = logging.getLogger("torchax_serve")
 
 _READS_NO_PROMPT = {"hkunlp/instructor-base", "hkunlp/instructor-large", "hkunlp/instructor-xl"}
 """Checkpoints that are older than the setting; sentence-transformers has them by name."""
@@ -47,6 +55,7 @@ class ModuleTexts(TextProgram):
 
     def __init__(self, runtime: ModelRuntime) -> None:
         self.runtime = runtime
+        self._packs: dict[frozenset[str], bool] = {}
         cache = runtime.steps.executables  # on a mesh hidden states come to one device
         self.pools = ExecutableCache(cache.folder, cache.identity) if cache.mesh is None else ExecutableCache()
 
@@ -92,6 +101,103 @@ class ModuleTexts(TextProgram):
         program = step.compiled(self.runtime.weights, None, None, dict(arrays), spec=CallSpec())
         fields: dict[str, Any] = program.out_info[0]
         return fields
+
+    def packs(self, names: Iterable[str]) -> bool:
+        """Returns whether texts can stand in one row: a trial has shown that it changes no result."""
+        asked = frozenset(names)
+        if asked not in self._packs:
+            program, executables = self.runtime.program, self.runtime.steps.executables
+            reason = varlen_reason(program) or _no_kernel(program.target.dtype)
+            if reason is None:  # the trial of an earlier start counts
+                described = f"{program.submodule}: {', '.join(sorted(asked))}"
+                reason = executables.memoize("texts in one row", described, lambda: self._unpackable(sorted(asked)))
+            self._packs[asked] = reason is None
+            if reason is not None:
+                logger.debug("texts of %s are padded: %s", self.class_name, reason)
+        return self._packs[asked]
+
+    def forward_packed(self, arrays: Mapping[str, np.ndarray], cu_seqlens: np.ndarray) -> dict[str, Any]:
+        """Runs a forward over texts in one row."""
+        with self._padding_from_now_on():
+            return self.runtime.forward_varlen(arrays, cu_seqlens)
+
+    def compile_packed(self, arrays: Mapping[str, Any], cu_seqlens: Any) -> dict[str, Any]:
+        """Compiles a forward over texts in one row; returns the shapes of its output."""
+        with self._padding_from_now_on():
+            program = self.runtime.steps.varlen.compiled(self.runtime.weights, dict(arrays), cu_seqlens, spec=None)
+        fields: dict[str, Any] = program.out_info
+        return fields
+
+    @contextlib.contextmanager
+    def _padding_from_now_on(self) -> Iterator[None]:
+        """Has texts padded if one that is longer than those of the trial cannot stand in a row."""
+        try:
+            yield
+        except NotPackableError as reason:
+            logger.info("texts of %s are padded from now on: %s", self.class_name, reason)
+            self._packs = dict.fromkeys(self._packs, False)
+            raise
+
+    def _unpackable(self, names: list[str]) -> str | None:
+        """Returns why texts cannot stand in one row; None if a trial shows that they can.
+
+        Each of two texts then gets what it gets by itself.
+        """
+        lens, size = _TRIAL
+        rng = np.random.default_rng(0)
+        ids = [rng.integers(0, self.vocab_size, length, dtype=np.int32) for length in lens]
+        packed = {name: np.zeros(size, np.int32) for name in names if name != MASK}
+        packed[IDS][: sum(lens)] = np.concatenate(ids)
+        ends = np.full(size // 2 + 1, sum(lens), np.int32)
+        ends[:2] = 0, lens[0]
+        try:
+            return _difference([self._separately(text, names) for text in ids], self.forward_packed(packed, ends))
+        except UnsupportedModelError as error:
+            return str(error)
+        except Exception as error:  # whatever model code raises of a row of texts
+            return f"{type(error).__name__}: {error}".splitlines()[0]
+
+    def _separately(self, ids: np.ndarray, names: list[str]) -> dict[str, np.ndarray]:
+        """Returns what the tokens of one text get by field, padded if texts are."""
+        length = max(_TRIAL[0]) if self.can_pad else len(ids)
+        given = {name: np.zeros((1, length), np.int32) for name in names}
+        given[IDS][0, : len(ids)] = ids
+        if MASK in given:
+            given[MASK][0, : len(ids)] = 1
+        fields = self.forward(given)
+        return {name: np.asarray(array)[0, : len(ids)] for name, array in fields.items() if array.ndim > 1}
+
+
+_TRIAL = (5, 9), 16
+"""Tokens of the texts of a trial, and the size of their row."""
+
+
+def _no_kernel(dtype: torch.dtype) -> str | None:
+    """Returns why there is no kernel of a row of texts; None if there is one."""
+    if registry.platform() != "cpu":
+        return f"there is no kernel of a row of texts on a {registry.platform()}"
+    if str(dtype).removeprefix("torch.") not in map(str, DTYPES):
+        return f"there is no kernel for {dtype}"
+    return missing()
+
+
+def _difference(separate: Sequence[Mapping[str, np.ndarray]], together: Mapping[str, Any]) -> str | None:
+    """Returns which field of texts in one row differs from theirs by themselves; None: none.
+
+    Roundings do not count: a token that reads another text, or another position, differs by more.
+    """
+    for name, array in together.items():
+        if not jnp.issubdtype(array.dtype, jnp.floating):
+            continue
+        wanted = np.concatenate([fields[name] for fields in separate]).astype(np.float64)
+        allowed = _ROUNDING[array.dtype.itemsize] * np.abs(wanted).max()
+        if not np.abs(wanted - np.asarray(array, np.float64)[: len(wanted)]).max() <= allowed:
+            return f"{name} of a text depends on the texts beside it"
+    return None if HIDDEN in together or "logits" in together else "it returns no row for each token"
+
+
+_ROUNDING = {2: 0.06, 4: 1e-3, 8: 1e-3}
+"""Largest difference by bytes of a number, as a part of the largest number."""
 
 
 class _AnyEmbedder(Embedder):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -50,6 +50,13 @@ class TextProgram(abc.ABC):
     def num_programs(self) -> int:
         """Programs of forwards in memory."""
 
+    def packs(self, names: Iterable[str]) -> bool:
+        """Returns whether texts of different lengths can stand in one row, without padding.
+
+        `names` are the arguments of a batch of texts.
+        """
+        return False
+
     @abc.abstractmethod
     def accepts(self, name: str) -> bool:
         """Returns whether the forward has an argument of this name."""
@@ -68,3 +75,19 @@ class TextProgram(abc.ABC):
     @abc.abstractmethod
     def compile(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
         """Compiles a forward for abstract arguments; returns its output's shapes by name."""
+
+    def forward_packed(self, arrays: Mapping[str, np.ndarray], cu_seqlens: np.ndarray) -> dict[str, Any]:
+        """Runs a forward over texts in one row.
+
+        Args:
+            arrays: Arguments by name, each int32[T].
+            cu_seqlens: int32[S + 1], where each text begins; tokens from the last entry on are padding.
+
+        Returns:
+            Fields of the output by name, [T, ...], on the device.
+        """
+        raise NotImplementedError
+
+    def compile_packed(self, arrays: Mapping[str, Any], cu_seqlens: Any) -> dict[str, Any]:
+        """Compiles a forward over texts in one row; returns its output's shapes by name."""
+        raise NotImplementedError

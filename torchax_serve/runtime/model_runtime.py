@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -332,6 +332,19 @@ class ModelRuntime:
             return (None, None, arrays), dataclasses.replace(spec, static_args=spec.static_args + rest)
 
         return self.forward_with_static_args(given, call)
+
+    def forward_varlen(self, arrays: Mapping[str, np.ndarray], cu_seqlens: np.ndarray) -> dict[str, Any]:
+        """Runs a forward of texts in one row; see `model_adapters.program.varlen_forward`.
+
+        Raises:
+            NotPackableError: the model's code does not let texts stand in one row.
+        """
+        self.process.check()
+        given = {name: to_device(array, np.int32) for name, array in arrays.items()}
+        fields: dict[str, Any] = self.steps.varlen(self.weights, given, to_device(cu_seqlens, np.int32), spec=None)
+        described = {name: torch.from_numpy(array[None]) for name, array in arrays.items()}
+        self._check_indices(fields.pop(INDICES, None), described, CallSpec(), None, 0)
+        return fields
 
     def forward_with_static_args(self, given: dict[str, Any], call: Callable[[StaticArgs], Call]) -> dict[str, Any]:
         """Runs a forward without a cache; `call` returns its arguments for a choice of static ones.

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from model_adapters.caches.device_cache import LayerStates
 from model_adapters.ops.compressed_weight import Weights
 from model_adapters.program.model_program import Arrays, CallSpec, MethodSpec, ModelProgram
+from model_adapters.program.varlen_forward import forward_varlen
 from torchax_serve.compilation.executable_cache import CachedFunction, ExecutableCache
 
 
@@ -62,6 +63,7 @@ class StepFunctions:
         of_part = f"_{program.submodule.replace('.', '_')}" if program.submodule else ""
         self.forward = kept(f"forward{of_part}", self._forward)
         self.decode = kept(f"decode{of_part}", self.decode_once)
+        self.varlen = kept(f"varlen{of_part}", self._varlen, donate={})
         self.call_method = CachedFunction(cache, "method", self._method, is_uncompiled=has_hooks)
 
     @property
@@ -79,6 +81,10 @@ class StepFunctions:
     ) -> tuple[Arrays, LayerStates | None]:
         """Computes any forward, a prefill or a caller's; see `ModelProgram.forward`."""
         return self.program.forward(weights, states, offset, inputs, spec)
+
+    def _varlen(self, weights: Weights, inputs: Arrays, cu_seqlens: jax.Array, spec: None) -> Arrays:
+        """Computes a forward of texts in one row; see `forward_varlen`."""
+        return forward_varlen(self.program, weights, inputs, cu_seqlens)
 
     def _method(self, weights: Weights, inputs: Arrays, spec: MethodSpec) -> Any:
         """Computes a method of a submodule; see `ModelProgram.method`."""
