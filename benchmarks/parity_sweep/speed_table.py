@@ -21,7 +21,7 @@ def write(
     """Writes ratios by task, model type and number of requests.
 
     Args:
-        about: Command, machine and versions of the measurement; "summary" is the text of the page.
+        about: Command, machine, versions and dtype of the measurement; "summary" is the text of the page.
         ratios: Decode tokens/s of the engine over those of eager PyTorch.
         path: The file.
     """
@@ -54,5 +54,5 @@ def legend(stored: Mapping[str, Any] | None) -> str | None:
 
 _LEGEND = """\
 *speed, 1* and *8*: decode tokens/s of the engine over those of eager PyTorch's `generate`, for one request and for a
-batch of eight, of a random model of the type with about 100 million weights in bfloat16: `{command}` on {machine}.
+batch of eight, of a random model of the type with about 100 million weights in {dtype}: `{command}` on {machine}.
 [performance.md](performance.md#types-of-models) has more."""

@@ -18,12 +18,16 @@ FILE = "types-speed.jsonl"
 PICTURE = "types.svg"
 BUSY_CORES = 0.5
 """Cores that others used in the median row, beyond which ratios are those of processor time."""
+_NO_BFLOAT16 = (
+    "This processor has no AVX-512: eager PyTorch's products in bfloat16 are slow on it, float32 compares both at "
+    "their best."
+)
 COLORS = {"bfloat16": "#c4451c", "float32": "#1f6f8b"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Results:
-    """Rows of one number of threads, and how they are compared.
+    """Rows of one processor and number of threads, and how they are compared.
 
     Attributes:
         rows: those that have ratios.
@@ -37,14 +41,21 @@ class Results:
 
     @classmethod
     def of(cls, found: Iterable[Row]) -> Results:
-        """Takes the rows of the number of threads that most have."""
+        """Takes the rows of the processor that measured last, with the number of threads that most have."""
         found = list(found)
+        last = max(found, key=lambda row: str(row["date"])).get("processor")
+        found = [row for row in found if row.get("processor") == last]
         threads = Counter(row["threads"] for row in found).most_common(1)[0][0]
         found = [row for row in found if row["threads"] == threads]
         rows = [row for row in found if row["ratios"].get("engine")]
         others = [row for row in found if not row["ratios"].get("engine")]
         is_busy = statistics.median(row["cores_in_use"] for row in rows) > BUSY_CORES if rows else False
         return cls(rows, others, "_cpu" if is_busy else "")
+
+    @property
+    def dtype(self) -> str:
+        """The dtype that both sides are at their best in."""
+        return "float32" if _lacks_bfloat16(self.rows) else "bfloat16"
 
     def values(self, number: str, requests: int, dtype: str, side: str = "engine") -> dict[str, dict[str, float]]:
         """Ratios by kind and type."""
@@ -64,12 +75,18 @@ class Results:
         return f"{threads} cores of {first['cpu']}, {first['date']}, {compared}; {versions}"
 
 
-def columns(results: Results, dtype: str = "bfloat16") -> dict[str, dict[str, dict[str, float]]]:
-    """Ratios of decoding by task, type and number of requests."""
+def _lacks_bfloat16(found: Sequence[Row]) -> bool:
+    """Whether the processor is known, and has no AVX-512: eager PyTorch has kernels for bfloat16 on others."""
+    known = found[0].get("processor") if found else None
+    return known is not None and "avx2" in known and "avx512" not in known
+
+
+def columns(results: Results) -> dict[str, dict[str, dict[str, float]]]:
+    """Ratios of decoding in `Results.dtype`, by task, type and number of requests."""
     found: dict[str, dict[str, dict[str, float]]] = {}
     for row in results.rows:
         value = ratio(row, f"decode{results.suffix}")
-        if row["dtype"] == dtype and value is not None:
+        if row["dtype"] == results.dtype and value is not None:
             found.setdefault(row["task"], {}).setdefault(row["type"], {})[str(row["requests"])] = value
     return found
 
@@ -87,6 +104,8 @@ def section(folder: Path) -> str | None:
         "where it was not measured:"
     )
     slow = [f"{number}: {', '.join(_slow(results, number)) or 'none'}" for number in ("decoding", "prefill")]
+    if _lacks_bfloat16(results.rows):
+        introduction = introduction.replace(" Decoding, medians", f" {_NO_BFLOAT16} Decoding, medians")
     rest = f"Types whose engine is slower than eager PyTorch in some row: {'; '.join(slow)}."
     parts = ["## Types of models", _filled(introduction), _table(results, "decode"), "Prefill:"]
     parts += [_table(results, "prefill"), _filled(rest)]
@@ -173,4 +192,4 @@ def _draw_panel(axis: Any, results: Results, number: str, requests: int) -> None
 
 def about(results: Results) -> Mapping[str, str]:
     """What docs/models.md says of the measurement."""
-    return {"command": "python benchmarks/types_speed.py", "machine": results.machine()}
+    return {"command": "python benchmarks/types_speed.py", "machine": results.machine(), "dtype": results.dtype}

@@ -225,9 +225,25 @@ def test_on_a_busy_machine_ratios_are_those_of_processor_time(tmp_path):
     assert "by processor time" in found.machine()
 
 
+def test_documents_show_the_processor_that_measured_last(tmp_path):
+    old = row_of("llama", 9.0) | {"processor": "A avx2 avx512f", "date": "2025-01-01"}
+    new = [row_of("t5", value, dtype=dtype) for dtype, value in (("bfloat16", 7.0), ("float32", 2.0))]
+    new = [row | {"processor": "B avx2"} for row in new]
+    found = pages.Results.of([old, *new])
+    assert found.dtype == "float32"  # eager PyTorch is at its best
+    assert pages.columns(found) == {"causal": {"t5": {"8": 2.0}}}
+    for row in (old, *new):
+        rows.append(tmp_path / pages.FILE, row)
+    assert "no AVX-512" in pages.section(tmp_path)
+
+
 def test_columns_of_the_page_of_models(tmp_path, monkeypatch):
     path = tmp_path / "ratios.json"
-    speed_table.write({"command": "python x", "machine": "here"}, {"causal": {"llama": {"1": 1.54, "8": 0.2}}}, path)
+    speed_table.write(
+        {"command": "python x", "machine": "here", "dtype": "bfloat16"},
+        {"causal": {"llama": {"1": 1.54, "8": 0.2}}},
+        path,
+    )
     stored = speed_table.read(path)
     monkeypatch.setattr(speed_table, "read", lambda: stored)
     text = models_page.document()
