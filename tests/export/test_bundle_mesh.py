@@ -7,7 +7,7 @@ from exported import NUM_TOKENS, PROMPTS, eager_tokens, output_of, run
 
 from model_adapters.loading.model_source import EMBEDDED
 
-TWO = "--xla_force_host_platform_device_count=2"
+TWO = {"JAX_NUM_CPU_DEVICES": "2"}
 COMMAND = "from torchax_serve.cli.main import main; main()"
 OPTIONS = (
     "--mesh model=2 --dtype float32 --max-model-len 128 --max-num-seqs 4 --max-num-batched-tokens 32 --max-num-steps 4"
@@ -37,7 +37,7 @@ print(json.dumps([found, steps]))
 @pytest.mark.thorough
 def test_two_replicas_of_a_bundle_of_one_device(bundle, expected):
     arguments = bundle, json.dumps(PROMPTS), NUM_TOKENS
-    found, steps = json.loads(output_of(REPLICAS, *arguments, XLA_FLAGS=TWO))
+    found, steps = json.loads(output_of(REPLICAS, *arguments, **TWO))
     assert found == expected
     assert len(steps) == 2 and min(steps) > 0, "one replica had all requests"
     fewer = run(REPLICAS, *arguments)
@@ -47,12 +47,12 @@ def test_two_replicas_of_a_bundle_of_one_device(bundle, expected):
 def test_two_devices(tmp_path):
     bundle = tmp_path / "bundle"
     arguments = "export", EMBEDDED, bundle, *OPTIONS.split(), "--no-reference"
-    exported = run(COMMAND, *arguments, refused=None, XLA_FLAGS=TWO)
+    exported = run(COMMAND, *arguments, refused=None, **TWO)
     assert exported.returncode == 0, exported.stderr
-    refreshed = output_of(COMMAND, "bundle", "refresh", bundle, XLA_FLAGS=TWO)
+    refreshed = output_of(COMMAND, "bundle", "refresh", bundle, **TWO)
     assert f"{bundle / '2'}: " in refreshed
     arguments = bundle, json.dumps(PROMPTS), NUM_TOKENS
-    found, shards = json.loads(output_of(SERVE, *arguments, XLA_FLAGS=TWO))
+    found, shards = json.loads(output_of(SERVE, *arguments, **TWO))
     assert found == eager_tokens(EMBEDDED)
     assert shards == [2]
     fewer = run(SERVE, *arguments)
