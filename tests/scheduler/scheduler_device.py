@@ -31,10 +31,9 @@ PRIME = 1_000_003
 GARBAGE = 999_999  # what rows that do not sample hand back: nobody may look at it
 
 
-def _mix(values: np.ndarray, first: int) -> int:
-    """Hash of the visible `values`, the first of which stands at position `first`."""
-    positions = np.arange(first, first + len(values))
-    return int((values * (positions * 7919 + 13) % PRIME).sum() % PRIME)
+POSITIONS = np.arange(1 << 14)
+FACTORS = POSITIONS * 7919 + 13
+"""Of each position; a layer's output is the sum of the values that it sees, each by its factor, modulo `PRIME`."""
 
 
 def _advance(state: int, value: int) -> int:
@@ -51,14 +50,14 @@ class Oracle:
     def answer(self, prompt: list[int], num: int, stops: frozenset[int] = frozenset(), min_new: int = 0) -> list[int]:
         """At most `num` tokens, up to the first of `stops` behind the first `min_new`."""
         tokens = list(prompt)
-        inputs: list[list[int]] = [[] for _ in self.windows]
+        sums = [[0] for _ in self.windows]  # of each layer, over the values in front of each position
         state = 0
         for position in range(len(prompt) + num):
             value = tokens[position]
-            for window, layer in zip(self.windows, inputs, strict=True):
-                layer.append(value)
+            for window, layer in zip(self.windows, sums, strict=True):
+                layer.append(layer[-1] + value * (position * 7919 + 13))
                 first = 0 if window is None else max(0, position + 1 - window)
-                value = _mix(np.array(layer[first:]), first)
+                value = (layer[-1] - layer[first]) % PRIME
             if self.has_states:
                 value = state = _advance(state, value)
             if position >= len(prompt) - 1:
@@ -76,6 +75,8 @@ class FakeDevice:
         self.page_size = config.page_size
         self.windows = tuple(group.window for group in config.groups)
         self.pools = [np.full((group.num_pages, config.page_size), -7) for group in config.groups]
+        self.places = [pool.reshape(-1) for pool in self.pools]  # the same memory
+        self.page_of, self.place_in_page = POSITIONS // self.page_size, POSITIONS % self.page_size
         self.host = [np.full((group.num_host_pages, config.page_size), -8) for group in config.groups]
         self.last = [-7] * config.max_num_seqs
         self.has_states = config.snapshots is not None
@@ -197,13 +198,13 @@ class FakeDevice:
         self.texts, self.held = {}, {}
 
     def _compute(self, row: PlanRow, position: int, value: int, tables: list[np.ndarray]) -> int:
-        for window, pool, table in zip(self.windows, self.pools, tables, strict=True):
-            first = 0 if window is None else max(0, position + 1 - window)
-            positions = np.arange(first, position + 1)
-            pages = table[row.slot, positions // self.page_size]
-            assert (pages > 0).all(), "what a token sees and writes has pages"
-            pool[pages[-1], position % self.page_size] = value
-            value = _mix(pool[pages, positions % self.page_size], first)
+        for window, places, table in zip(self.windows, self.places, tables, strict=True):
+            seen = slice(0 if window is None else max(0, position + 1 - window), position + 1)
+            pages = table[row.slot, self.page_of[seen]]
+            assert pages.min() > 0, "what a token sees and writes has pages"
+            read = pages * self.page_size + self.place_in_page[seen]
+            places[read[-1]] = value
+            value = int((places[read] * FACTORS[seen] % PRIME).sum() % PRIME)
         return value
 
     def _note_writers(self, plan: StepPlan, tables: list[np.ndarray]) -> None:
