@@ -21,7 +21,7 @@ from torchax_serve.server.context import ServerContext, context_of, follow
 from torchax_serve.server.errors import ApiError, bad_request
 from torchax_serve.server.harmony import HarmonyParser
 from torchax_serve.server.model_requests import read_for_model
-from torchax_serve.server.model_service import ChatPrompt, ModelService, adapter_of, scoped_salt
+from torchax_serve.server.model_service import ChatPrompt, ModelService
 from torchax_serve.server.notes import note_once
 from torchax_serve.server.options import ServerOptions
 from torchax_serve.server.remote_files import with_remote_files
@@ -173,11 +173,10 @@ def _start_answers(
     """Renders, tokenizes and submits a request; called in a thread."""
     params = sampling_params(
         body,
-        service.model.text_tokenizer,
+        service,
         context.options,
+        key_name,
         max_new_tokens=_within_int(max_tokens_of(body)) if bounds_answer else max_tokens_of(body),
-        cache_salt=scoped_salt(key_name, body.cache_salt),
-        adapter=adapter_of(service, body.model),
     )
     plan = plan_tools(body, service.family, service.special_ids, template=service.template)
     prompt = read_prompt(service, body, plan, params.max_new_tokens)

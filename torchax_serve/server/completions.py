@@ -21,7 +21,7 @@ from torchax_serve.server.fim_prompts import prompts_with_gap
 from torchax_serve.server.formats import NOT_GIVEN, LogprobFormat, finish_reason_of, usage_of
 from torchax_serve.server.merged_answers import merged_steps
 from torchax_serve.server.model_requests import read_for_model
-from torchax_serve.server.model_service import ModelService, adapter_of, scoped_salt
+from torchax_serve.server.model_service import ModelService
 from torchax_serve.server.request_checks import check_counts, truncated
 from torchax_serve.server.sampling import renamed_error, sampling_params
 from torchax_serve.server.schemas import CompletionRequest
@@ -83,11 +83,10 @@ def _start(
     """Returns the token ids of the prompts, and their answers."""
     params = sampling_params(
         _with_prompt_logprobs(body),
-        service.model.text_tokenizer,
+        service,
         context.options,
+        key_name,
         max_new_tokens=DEFAULT_MAX_TOKENS if body.max_tokens is None else max(1, body.max_tokens),
-        cache_salt=scoped_salt(key_name, body.cache_salt),
-        adapter=adapter_of(service, body.model),
     )
     if body.suffix:
         prompts, ends = prompts_with_gap(service, body, body.suffix)

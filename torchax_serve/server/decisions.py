@@ -28,7 +28,7 @@ from torchax_serve.server.dialect_requests import names_of_fields
 from torchax_serve.server.errors import ApiError, bad_request
 from torchax_serve.server.formats import finish_reason_of
 from torchax_serve.server.model_requests import read_for_model
-from torchax_serve.server.model_service import ModelService, adapter_of, scoped_salt
+from torchax_serve.server.model_service import ModelService
 from torchax_serve.server.prompt_limits import check_prompts
 from torchax_serve.server.request_fields import ApiRequest, ModelName, honoured, refused
 from torchax_serve.server.response_parsing import begun_answer
@@ -157,14 +157,8 @@ class _Reader:
         self._plain = CompletionRequest(
             model=body.model, prompt="", temperature=0.0, cache_salt=body.cache_salt, priority=body.priority
         )
-        self._params = sampling_params(
-            self._plain,
-            service.model.text_tokenizer,
-            context.options,
-            max_new_tokens=1,
-            cache_salt=scoped_salt(request.state.key_name, body.cache_salt),
-            adapter=adapter_of(service, body.model),
-        )
+        key_name = request.state.key_name
+        self._params = sampling_params(self._plain, service, context.options, key_name, max_new_tokens=1)
         self._options = AnswerOptions(first_token_timeout_s=context.options.first_token_timeout_s)
         self._readings: list[Answer] = []  # of all questions so far
         self._places = asyncio.Semaphore(NUM_AT_ONCE)

@@ -18,7 +18,7 @@ from torchax_serve.server.fim_prompts import fim_tokens_of
 from torchax_serve.server.formats import finish_reason_of
 from torchax_serve.server.infill_limits import LineLimits, chosen_samplers, limited_steps
 from torchax_serve.server.model_requests import read_for_model
-from torchax_serve.server.model_service import ModelService, adapter_of, scoped_salt
+from torchax_serve.server.model_service import ModelService
 from torchax_serve.server.notes import note_once
 from torchax_serve.server.prompt_limits import check_len
 from torchax_serve.server.request_fields import ApiRequest, ModelName, Strings, honoured, no_effect, refused
@@ -176,14 +176,8 @@ def _start(
     before, behind, start = texts[:3]
     prompt_ids = tokens.prompt_ids(tokenizer, before, behind, start=start, files=files)
     room = None if service.max_model_len is None else max(1, service.max_model_len - len(prompt_ids))
-    params = sampling_params(
-        plain,
-        tokenizer,
-        context.options,
-        max_new_tokens=room if body.n_predict in (None, -1) else body.n_predict,
-        cache_salt=scoped_salt(key_name, None),
-        adapter=adapter_of(service, body.model),
-    )
+    most = room if body.n_predict in (None, -1) else body.n_predict
+    params = sampling_params(plain, service, context.options, key_name, max_new_tokens=most)
     params = dataclasses.replace(params, stop_token_ids=list(tokens.ends) or None)
     options = AnswerOptions(first_token_timeout_s=context.options.first_token_timeout_s)
     answers = service.start([prompt_ids], params, options, field="input_prefix")

@@ -9,6 +9,7 @@ from typing import Any
 from model_adapters.errors import InvalidArgumentError, UnsupportedArgumentError
 from torchax_serve.sampling_params import MAX_SEED, SamplingParams
 from torchax_serve.server.errors import bad_request, in_words_of_requests
+from torchax_serve.server.model_service import ModelService, adapter_of, scoped_salt
 from torchax_serve.server.options import ServerOptions
 from torchax_serve.server.schemas import ChatRequest, TextRequest
 from torchax_serve.validation.argument_checks import short_repr
@@ -46,22 +47,20 @@ _LOWEST: Mapping[str, tuple[str, int, str]] = {
 
 def sampling_params(
     request: TextRequest,
-    tokenizer: Any,
+    service: ModelService,
     limits: ServerOptions,
+    key_name: str | None,
     *,
     max_new_tokens: int | None,
-    cache_salt: str | None,
-    adapter: str | None = None,
 ) -> SamplingParams:
     """Returns the sampling parameters of a request, for one answer.
 
     Args:
         request: Its fields.
-        tokenizer: Tokenizer of the model, or None.
+        service: The model, or the one whose adapter the request names.
         limits: Options of the server, of which those about time are read.
+        key_name: Name of the API key, whose cached prefixes are its own.
         max_new_tokens: Most tokens of the answer; None follows the model's generation config.
-        cache_salt: Salt of cached prefixes.
-        adapter: Name of an adapter; None: the model itself.
 
     Raises:
         ApiError: 400 for a value out of its range.
@@ -79,12 +78,12 @@ def sampling_params(
         "min_new_tokens": request.min_tokens,
         "top_k": 0 if request.top_k == -1 else request.top_k,
         "logit_bias": _logit_bias(request.logit_bias),
-        "bad_words_ids": _bad_words(request.bad_words, tokenizer),
+        "bad_words_ids": _bad_words(request.bad_words, service.model.text_tokenizer),
         "stop": [text for text in _stops(request.stop) if text] or None,
         "seed": _seed(request.seed),
         "logprobs": _num_top(request),
-        "cache_salt": cache_salt,
-        "adapter": adapter,
+        "cache_salt": scoped_salt(key_name, request.cache_salt),
+        "adapter": adapter_of(service, request.model),
         "timeout_s": limits.request_timeout_s,
         "queue_timeout_s": limits.queue_timeout_s,
     }
