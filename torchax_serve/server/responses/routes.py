@@ -32,6 +32,8 @@ async def responses(request: Request) -> Any:
     context = context_of(request)
     service, body = await read_for_model(request, ResponsesRequest, "chat")
     service.settle_name(body, request.state.key, may_be_adapter=True)
+    if body.store and not context.responses.is_on:
+        note_once("/v1/responses: responses are not stored without --max-stored-responses")
     items = _conversation(context.responses, request.state.key_name, body)
     check_num_messages(len(items), context.options.request, "input")
     with names_of_fields(_NAMES):
@@ -44,22 +46,22 @@ async def responses(request: Request) -> Any:
 
 async def _started(request: Request, service: ModelService, body: ResponsesRequest, items: list[Any]) -> StartedChat:
     """Returns the answer to a conversation, whose first items may be left out."""
-    stores = context_of(request).responses.is_on
-    chat = await service.run(_chat_of, body.model_copy(update={"input": items}), service, stores)
     try:
-        return await start_chat(request, service, chat, bounds_answer=True)
+        return await _start(request, service, body, items)
     except ApiError as error:
         if body.truncation != "auto" or error.code != TOO_LONG:
             raise
     kept = await until_disconnect(request.receive, service.run(last_items, body, items, service))
-    chat = await service.run(_chat_of, body.model_copy(update={"input": kept}), service, stores)
+    return await _start(request, service, body, kept)
+
+
+async def _start(request: Request, service: ModelService, body: ResponsesRequest, items: list[Any]) -> StartedChat:
+    chat = await service.run(_chat_of, body.model_copy(update={"input": items}), service)
     return await start_chat(request, service, chat, bounds_answer=True)
 
 
-def _chat_of(body: ResponsesRequest, service: ModelService, stores: bool) -> ChatRequest:
+def _chat_of(body: ResponsesRequest, service: ModelService) -> ChatRequest:
     note_unknown(body, "/v1/responses")
-    if body.store and not stores:
-        note_once("/v1/responses: responses are not stored without --max-stored-responses")
     return chat_of(body, service)
 
 
