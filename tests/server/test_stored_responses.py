@@ -105,6 +105,18 @@ def test_the_oldest_makes_room(alice):
     assert [alice.responses.retrieve(each).id for each in made[1:]] == made[1:]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_response_that_is_too_large_says_that_it_is_not_stored(alice, monkeypatch, stream):
+    monkeypatch.setattr(store_module, "MAX_BYTES", 3000)
+    made = ask(alice, "Please be polite", stream=stream, metadata={"of": "x" * 3000})
+    made = list(made)[-1].response if stream else made
+    assert made.status == "completed" and made.store is False
+    with pytest.raises(openai.NotFoundError):
+        alice.responses.retrieve(made.id)
+    small = ask(alice, "Please be polite")
+    assert small.store and alice.responses.retrieve(small.id).store
+
+
 def test_a_response_that_runs_is_cancelled(url, alice):
     events = iter(ask(alice, "Hi", stream=True, extra_body={"ignored": 1}))
     made = next(events).response
@@ -142,10 +154,10 @@ def test_the_store_is_bounded_in_age_and_bytes(monkeypatch):
     with pytest.raises(ApiError, match="unknown or was dropped"):
         store.get("a", "1")
     monkeypatch.setattr(store_module, "MAX_BYTES", 1000)
-    store.put("a", {"id": "3", "text": "x" * 960}, [], [])
+    assert store.put("a", {"id": "3", "text": "x" * 960}, [], [])
     with pytest.raises(ApiError):
         store.get("a", "2")
-    store.put("a", {"id": "4", "text": "x" * 2000}, [], [])
+    assert not store.put("a", {"id": "4", "text": "x" * 2000}, [], [])
     with pytest.raises(ApiError):
         store.get("a", "4")
     assert store.get("a", "3") and not store.cancel("a", "3")

@@ -14,9 +14,11 @@ from torchax_serve.server.context import ServerContext
 from torchax_serve.server.errors import ApiError
 from torchax_serve.server.formats import LogprobFormat, usage_of
 from torchax_serve.server.model_service import ModelService
+from torchax_serve.server.notes import note_once
 from torchax_serve.server.parsed_message import ParsedStep
 from torchax_serve.server.responses.items import ItemWriter
 from torchax_serve.server.responses.schemas import ITEMS, ResponsesRequest
+from torchax_serve.server.responses.store import MAX_BYTES
 from torchax_serve.server.responses.translation import ENCRYPTED, LOGPROBS
 from torchax_serve.server.sse import DONE, named_event
 from torchax_serve.text.text_stream import AnswerStep
@@ -102,7 +104,10 @@ class ResponseAnswer:
             before = ITEMS.dump_python(list(self._input), mode="json", by_alias=True, exclude_unset=True)
             given = [{**item, "id": item.get("id") or f"item_{uuid.uuid4().hex}"} for item in given]
             shown = self._shown()
-            self._context.responses.put(self._key, shown, given, [*before, *shown["output"]])
+            is_stored = self._context.responses.put(self._key, shown, given, [*before, *shown["output"]])
+            if not is_stored:
+                note_once(f"/v1/responses: a response is not stored, as it has more than {MAX_BYTES >> 20} MiB")
+            self.response["store"] = is_stored
 
     async def _steps(self) -> AsyncGenerator[list[dict[str, Any]]]:
         """Yields the events of each step; behind the last one the response is complete."""

@@ -60,19 +60,24 @@ class ResponseStore:
         response: dict[str, Any],
         input_items: list[dict[str, Any]],
         conversation: Sequence[dict[str, Any]],
-    ) -> None:
-        """Stores a response; the oldest of the key make room for it."""
+    ) -> bool:
+        """Stores a response, for which the oldest of the key make room, unless it is too large.
+
+        Returns:
+            Whether it is stored.
+        """
         found = self._fresh(key)
         parts = (response, input_items, conversation)
         num_bytes = sum(len(json.dumps(part)) for part in parts)
         found.pop(response["id"], None)
         if num_bytes > MAX_BYTES:
-            return
+            return False
         while found and (
             len(found) >= self._max_responses or num_bytes + sum(each.num_bytes for each in found.values()) > MAX_BYTES
         ):
             found.popitem(last=False)
         found[response["id"]] = StoredResponse(response, input_items, [*conversation], num_bytes, self._clock())
+        return True
 
     def get(self, key: str | None, response_id: str) -> StoredResponse:
         """Returns a response of a key.
