@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import re
 import string
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -10,8 +12,11 @@ from typing import Any, Literal, NamedTuple
 import pydantic
 
 from torchax_serve.server.errors import ApiError, bad_request
+from torchax_serve.server.image_files import decode_image
 from torchax_serve.validation.argument_checks import short_repr
 
+MAX_ASSETS = 4
+"""Most images of a request, as in the other servers with this interface."""
 MAX_QUESTIONS = 64
 """Most questions of a request, as in the other servers with this interface."""
 YES_NO = ("Yes", "No")
@@ -29,6 +34,15 @@ class QuestionFields(pydantic.BaseModel):
     type: Literal["choice", "noul", "score"]
     instructions: Content | None = None
     criteria: dict[str, Content | None] | list[Content] | None = None
+
+
+class ImageAsset(pydantic.BaseModel):
+    """An image as a request has it; its bytes say what format they have."""
+
+    model_config = pydantic.ConfigDict(extra="forbid", strict=True)
+    type: Literal["image"] = "image"
+    format: str | None = None
+    data_base64: str
 
 
 class Option(NamedTuple):
@@ -124,6 +138,33 @@ def text_of(content: Content | None) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     return json.dumps(content, ensure_ascii=False)
+
+
+def check_assets(assets: Mapping[str, ImageAsset], texts: Sequence[str]) -> None:
+    """Raises ApiError, 400, for too many images, one that no text names, or one that is none."""
+    if len(assets) > MAX_ASSETS:
+        raise bad_request(f"assets: expected at most {MAX_ASSETS}, got {len(assets)}", "assets", "invalid_value")
+    for name, asset in assets.items():
+        where = f"assets[{short_repr(name)}]"
+        if not name or not any(name in text for text in texts):
+            message = f"{where}: expected a name that stands in the state or a question, got one that does not"
+            raise bad_request(message, "assets", "invalid_value")
+        try:
+            decode_image(base64.b64decode(asset.data_base64, validate=True), where)
+        except ValueError as error:
+            raise bad_request(f"{where}.data_base64: expected base64, got something else", "assets") from error
+
+
+def parts_of(text: str, assets: Mapping[str, ImageAsset]) -> list[dict[str, Any]]:
+    """Returns the parts of a message, with images in place of their names in a text."""
+    names = sorted(assets, key=len, reverse=True)  # of two names that begin alike the longer one is meant
+    found: list[dict[str, Any]] = []
+    for piece in re.split(f"({'|'.join(map(re.escape, names))})", text):
+        if piece in assets:
+            found.append({"type": "image_url", "image_url": f"data:image;base64,{assets[piece].data_base64}"})
+        elif piece:
+            found.append({"type": "text", "text": piece})
+    return found
 
 
 def _question(name: str, given: Any) -> Question:

@@ -1,7 +1,8 @@
 """``/v1/systemone``: probabilities of the answers to typed questions about one state.
 
 Each question is a chat whose message has the state in front. What counts is how likely the labels of its options are as
-the first token of the answer. The first question is read alone: the others find the state in the prefix cache.
+the first token of the answer. The first question is read alone: the others find the state in the prefix cache. Images
+stand where the texts name them, as in transformers.
 """
 
 from __future__ import annotations
@@ -20,17 +21,27 @@ from starlette.responses import JSONResponse, Response
 
 from torchax_serve.outputs import TokenLogprobs
 from torchax_serve.sampling_params import MAX_LOGPROBS, SamplingParams
-from torchax_serve.server.answers import Answer, AnswerOptions, prepare, submit
+from torchax_serve.server.answers import Answer, AnswerOptions, prepare, prepare_media, submit
 from torchax_serve.server.chat import read_variables
 from torchax_serve.server.context import ServerContext, context_of
-from torchax_serve.server.decision_questions import MAX_QUESTIONS, Content, Question, questions_of, text_of
+from torchax_serve.server.decision_questions import (
+    MAX_ASSETS,
+    MAX_QUESTIONS,
+    Content,
+    ImageAsset,
+    Question,
+    check_assets,
+    parts_of,
+    questions_of,
+    text_of,
+)
 from torchax_serve.server.dialect_requests import names_of_fields
 from torchax_serve.server.errors import ApiError, bad_request
 from torchax_serve.server.formats import finish_reason_of
 from torchax_serve.server.model_requests import read_for_model
-from torchax_serve.server.model_service import ModelService
+from torchax_serve.server.model_service import ChatPrompt, ModelService
 from torchax_serve.server.prompt_limits import check_prompts
-from torchax_serve.server.request_fields import ApiRequest, ModelName, honoured, refused
+from torchax_serve.server.request_fields import ApiRequest, ModelName, honoured
 from torchax_serve.server.response_parsing import begun_answer
 from torchax_serve.server.sampling import sampling_params
 from torchax_serve.server.schemas import CompletionRequest
@@ -60,7 +71,10 @@ class SystemOneRequest(ApiRequest):
     ] = None
     cache_salt: Annotated[str | None, honoured("prefixes are found by requests with the same salt alone")] = None
     priority: Annotated[int | None, honoured("lower runs first, 0 by default")] = None
-    assets: Annotated[Any, refused("expected none; states are texts", {})] = None
+    assets: Annotated[
+        dict[str, ImageAsset] | None,
+        honoured(f"at most {MAX_ASSETS} images (`data_base64`) by the placeholder that they replace in any text"),
+    ] = None
 
 
 class _Reading(NamedTuple):
@@ -100,7 +114,7 @@ async def systemone(request: Request) -> Response:
             "model": body.model,
             "answers": answers,
             "usage": {
-                "input_tokens": sum(map(len, prompts)),
+                "input_tokens": sum(len(prompt.token_ids) for prompt in prompts),
                 "input_tokens_details": {"cached_tokens": sum(reading.num_cached for reading in readings)},
                 "output_tokens": len(questions),
             },
@@ -109,27 +123,28 @@ async def systemone(request: Request) -> Response:
     )
 
 
-def _prompts(service: ModelService, body: SystemOneRequest, questions: Sequence[Question]) -> list[list[int]]:
+def _prompts(service: ModelService, body: SystemOneRequest, questions: Sequence[Question]) -> list[ChatPrompt]:
     """Returns the prompt of each question; called in a thread.
 
     Raises:
-        ApiError: 400 if one is too long, or the model would not begin with a label.
+        ApiError: 400 if one is too long, no text names an image, or the model would not begin with a label.
     """
     given = dict(body.chat_template_kwargs or {})
     if "enable_thinking" in service.template:
         given.setdefault("enable_thinking", False)
     options = ChatOptions.of(None, None, read_variables(service, given), False)
     front = [part for part in (text_of(body.state), body.instructions) if part is not None]
-    found = []
-    for question in questions:
-        content = "\n\n".join([*front, question.text])
-        found.append(service.chat_prompt([{"role": "user", "content": content}], options).token_ids)
-    check_prompts(service, found, 1, 1, "state", counted="questions")
+    texts = ["\n\n".join([*front, question.text]) for question in questions]
+    assets = body.assets or {}
+    check_assets(assets, texts)
+    contents = [parts_of(text, assets) if assets else text for text in texts]
+    found = [service.chat_prompt([{"role": "user", "content": content}], options) for content in contents]
+    check_prompts(service, [prompt.token_ids for prompt in found], 1, 1, "state", counted="questions")
     family = service.family
     if family is not None and family.is_harmony:
         raise _unread(service, "messages whose channel stands in front")
     if family is not None and family.reasoning_markers is not None:
-        end = text_of_tokens(service, found[0][-PROMPT_END_TOKENS:])
+        end = text_of_tokens(service, found[0].token_ids[-PROMPT_END_TOKENS:])
         if family.reasoning_markers.is_open(begun_answer(family, end)):
             raise _unread(service, "answers that begin with reasoning")
     return found
@@ -163,7 +178,7 @@ class _Reader:
         self._readings: list[Answer] = []  # of all questions so far
         self._places = asyncio.Semaphore(NUM_AT_ONCE)
 
-    async def all(self, questions: Sequence[Question], prompts: Sequence[Sequence[int]]) -> list[_Reading]:
+    async def all(self, questions: Sequence[Question], prompts: Sequence[ChatPrompt]) -> list[_Reading]:
         """Returns what the model says to each question; the first one puts the state into the cache."""
         label_ids = [self._label_ids(question) for question in questions]
         first = await self._read(prompts[0], label_ids[0])
@@ -190,7 +205,7 @@ class _Reader:
             raise bad_request(f"questions: {message}, which that of {self._service.name} has not", "questions")
         return [ids[0] for ids in found]
 
-    async def _read(self, prompt: Sequence[int], label_ids: Sequence[int]) -> _Reading:
+    async def _read(self, prompt: ChatPrompt, label_ids: Sequence[int]) -> _Reading:
         """Returns what the model says behind a prompt.
 
         Labels that are not among the likeliest tokens are read by an answer each that can be nothing else: its
@@ -209,7 +224,7 @@ class _Reader:
             return _Reading([found[index] for index in label_ids], likeliest[0][0] in label_ids, num_cached)
 
     async def _tokens(
-        self, prompt: Sequence[int], wanted: Sequence[Mapping[str, Any]], *, counts: bool = False
+        self, prompt: ChatPrompt, wanted: Sequence[Mapping[str, Any]], *, counts: bool = False
     ) -> tuple[list[TokenLogprobs], int]:
         """Returns the first token behind a prompt under each of some options.
 
@@ -235,11 +250,15 @@ class _Reader:
         if state.span is not None:
             state.span.follow(self._plain, self._readings)
 
-    def _submit(self, prompt: Sequence[int], params: Sequence[SamplingParams]) -> list[Answer]:
+    def _submit(self, prompt: ChatPrompt, params: Sequence[SamplingParams]) -> list[Answer]:
         """Submits the answers to one prompt, which share its pages; called in a thread."""
-        prepared = [prepare(self._service.model, prompt, each, self._options)[0] for each in params]
+        model, options = self._service.model, self._options
+        if prompt.inputs is None:
+            prepared = [prepare(model, prompt.token_ids, each, options)[0] for each in params]
+        else:
+            prepared = [prepare_media(model, prompt.inputs, each, options)[0] for each in params]
         indexed = [dataclasses.replace(each, answer_index=index) for index, each in enumerate(prepared)]
-        return submit(self._service.model, indexed, self._options)
+        return submit(model, indexed, options)
 
     async def _token_of(self, answer: Answer) -> TokenLogprobs:
         async with contextlib.aclosing(answer.__aiter__()) as steps:
