@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from model_adapters.errors import CheckpointError
@@ -11,6 +11,15 @@ from model_adapters.errors import CheckpointError
 CONFIG = "config.json"
 MODULES = "modules.json"  # of sentence-transformers
 PIPELINE_INDEX = "model_index.json"  # names the models of a pipeline of diffusers
+DECISIONS = ("decision.json", "decision_template.jinja")
+"""How a checkpoint asks typed questions, by `transformers.decision`."""
+DECISION_HEADS = ("decision_config.json", "judge_config.json")
+"""Files of a decision head that lies next to the weights of another class."""
+
+
+def has_decision_files(folder: Path | None) -> bool:
+    """Returns whether a checkpoint says itself how questions are asked, or has a head."""
+    return folder is not None and any((folder / name).is_file() for name in (*DECISIONS, *DECISION_HEADS))
 
 
 def inside(name: Any, said_in: str | os.PathLike[str]) -> str:

@@ -304,7 +304,10 @@ class _Builder:
 
     def _from_pretrained(self, readers: dict[str, Any], dtype: torch.dtype) -> PreTrainedModel:
         try:
-            return self._class.from_pretrained(None, config=self._config, state_dict=readers, dtype=dtype)
+            # Files of weights that a class names itself are not looked for on the hub.
+            return self._class.from_pretrained(
+                None, config=self._config, state_dict=readers, dtype=dtype, local_files_only=True
+            )
         except (TorchaxServeError, MemoryError):
             raise
         except Exception as error:  # code of an architecture meets a configuration it was not written for

@@ -5,6 +5,7 @@ import io
 import json
 import math
 import re
+import shutil
 import string
 import sys
 from pathlib import Path
@@ -16,7 +17,15 @@ import torch
 from PIL import Image
 from running_server import serving
 from scripted_server import scripted_server
-from transformers import AutoModelForCausalLM, AutoProcessor, AutoTokenizer, LlavaForConditionalGeneration
+from transformers import (
+    AutoModelForCausalLM,
+    AutoProcessor,
+    AutoTokenizer,
+    JevConfig,
+    JevForDecision,
+    LlavaForConditionalGeneration,
+)
+from transformers.decision import DecisionConfig
 from transformers.pipelines import DecisionPipeline
 
 from model_adapters.loading.model_source import EMBEDDED
@@ -187,6 +196,93 @@ def test_images_stand_where_the_texts_name_them(seeing):
     other = ask(http, state="What", questions=questions, assets=swapped)["answers"]
     assert abs(other["one"]["noul"] - found["What"]["one"]["noul"]) > 1e-3
     assert_close(other["none"], found["What"]["none"])
+
+
+HEAD_QUESTIONS = {name: QUESTIONS[name] for name in ("team", "urgent", "plain", "tone", "only")}
+TEMPLATE = (
+    "{{ state if state is string else state|tojson }}|{{ question.type }}|{{ question.instructions }}"
+    "{% for option in question.options %}|{{ question.labels[loop.index0] }}={{ option }}{% endfor %}<|mark|> end"
+)
+OF_ALL = "{{ state|tojson }}{% for each in questions %}|{{ each.name }}:{{ each.options|join }}<|mark|>{% endfor %}"
+SETTINGS = {
+    "plain": DecisionConfig(),
+    "template": DecisionConfig(
+        labels={"noul": ["No", "Yes"], "score": ["C", "B", "A"]},
+        temperature={"noul": 2.5, "choice": 0.5},
+        chat_template=TEMPLATE,
+        noul_options=["false", "true"],
+    ),
+    "one prompt": DecisionConfig(chat_template=OF_ALL),
+}
+
+
+@pytest.fixture(scope="module", params=list(SETTINGS))
+def heads(request, tmp_path_factory):
+    """A client of a server with a decision head, and the answers of transformers."""
+    folder = tmp_path_factory.mktemp("jev")
+    tokenizer = AutoTokenizer.from_pretrained(EMBEDDED)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    text = {"model_type": "qwen2", "num_key_value_heads": 2, "max_position_embeddings": 512, "vocab_size": 50_000}
+    torch.manual_seed(0)
+    eager = JevForDecision(JevConfig(hidden_size=32, softcap=4.0, text_config=text | sizes)).eval()
+    for parameter in eager.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    eager.decision_config = SETTINGS[request.param]
+    eager.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    pipeline = DecisionPipeline(model=eager, tokenizer=AutoTokenizer.from_pretrained(folder))
+    with serving(folder) as found, httpx.Client(base_url=found[0].url, timeout=300) as http:
+        yield http, lambda state, questions: pipeline({"state": state, "questions": questions})
+
+
+@pytest.mark.parametrize("state", [STATE, "Hi <|mark|> there"])
+def test_answers_of_a_head_are_those_of_transformers(heads, state):
+    http, expected = heads
+    found = ask(http, state=state, questions=HEAD_QUESTIONS)
+    assert list(found["answers"]) == list(HEAD_QUESTIONS) and not found["diagnostics"]
+    assert_close(found["answers"], expected(state, HEAD_QUESTIONS))
+    assert found["usage"]["output_tokens"] == 0 < found["usage"]["input_tokens"]
+    assert max(abs(each - 1 / 3) for each in found["answers"]["team"]["probabilities"].values()) > 0.01
+
+
+def test_what_a_head_does_not_take_is_named(heads):
+    http, _ = heads
+    wrong = [
+        ({"questions": {"q": QUESTIONS["most"]}}, "expected at most 16 options of a choice, got 26"),
+        ({**noul(), "instructions": "Be brief."}, "instructions: expected none"),
+        ({**noul(), "assets": {"Hi": {"data_base64": RED}}}, "assets: expected none"),
+        ({**noul(), "state": "word " * 4000}, "maximum context length is 512"),
+    ]
+    for body, message in wrong:
+        answer = http.post("/v1/systemone", json={"model": "tiny", "state": "Hi", **body})
+        assert answer.status_code == 400 and message in answer.json()["error"]["message"], answer.text
+    answer = http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "Hi"}]})
+    assert answer.status_code == 404 and "decide" in answer.json()["error"]["message"]
+
+
+@pytest.fixture(params=["template", "one prompt"])
+def labelled(request, tmp_path):
+    """A folder of a chat model whose files say how questions are asked."""
+    shutil.copytree(EMBEDDED, tmp_path / "model")
+    SETTINGS[request.param].save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def test_the_files_of_a_chat_model_are_followed(labelled):
+    eager = AutoModelForCausalLM.from_pretrained(labelled, dtype=torch.float32).eval()
+    pipeline = DecisionPipeline(model=eager, tokenizer=AutoTokenizer.from_pretrained(labelled))
+    for _ in range(2):  # a second start reads the files as well
+        with serving(labelled) as found, httpx.Client(base_url=found[0].url, timeout=300) as http:
+            answers = ask(http, state=STATE, questions=HEAD_QUESTIONS)["answers"]
+        assert_close(answers, pipeline({"state": STATE, "questions": HEAD_QUESTIONS}))
+
+
+def test_a_head_next_to_the_weights_is_not_left_out_in_silence(tmp_path):
+    shutil.copytree(EMBEDDED, tmp_path / "model")
+    (tmp_path / "model" / "decision_config.json").write_text("{}")
+    with serving(tmp_path / "model") as found, httpx.Client(base_url=found[0].url, timeout=300) as http:
+        answer = http.post("/v1/systemone", json={"state": "Hi", **noul()})
+        assert answer.status_code >= 400 and "decision_config.json" in answer.json()["error"]["message"]
 
 
 def noul(**fields):

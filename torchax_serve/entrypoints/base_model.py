@@ -19,6 +19,7 @@ import jax
 import numpy as np
 
 from model_adapters.errors import CheckpointError, TorchaxServeError, UnsupportedModelError
+from model_adapters.loading.file_names import has_decision_files
 from model_adapters.loading.modules_json import modules_root
 from model_adapters.ops.compressed_weight import Weight
 from torchax_serve.compilation.executable_cache import ExecutableCache
@@ -41,6 +42,7 @@ if TYPE_CHECKING:  # they import torch, which a stored model needs not
     from torchax_serve.pooling.embedding import Embedder
     from torchax_serve.profiling import ProfileSession
     from torchax_serve.runtime.model_runtime import ModelRuntime
+    from torchax_serve.tasks.decisions import DecisionFiles
 
 logger = logging.getLogger("torchax_serve")
 
@@ -217,6 +219,20 @@ class BaseModel(RetrievesTexts):
             config = self._stored.config if side is None and self._stored is not None else self._config
             self._text_facts = TextFacts.of(self.name, config)
         return self._text_facts
+
+    @property
+    def decision_files(self) -> DecisionFiles | None:
+        """How the checkpoint's files ask typed questions; None where they do not say it.
+
+        Raises:
+            UnsupportedModelError: They ask for what is not supported.
+        """
+        from torchax_serve.tasks.decisions import HEAD, DecisionFiles
+
+        loaded = None if self._stored is not None else self._loaded_or_raise()
+        if loaded is None or not (self.class_name.endswith(HEAD) or has_decision_files(loaded.files_folder)):
+            return None
+        return loaded.once(DecisionFiles, functools.partial(DecisionFiles, loaded))
 
     def _processor(self) -> Any:
         """Returns the checkpoint's processor of images or audio; None if it came without one."""

@@ -19,6 +19,7 @@ from typing import Annotated, Any, ClassVar, NamedTuple
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from model_adapters.errors import InvalidArgumentError, UnsupportedModelError
 from torchax_serve.outputs import TokenLogprobs
 from torchax_serve.sampling_params import MAX_LOGPROBS, SamplingParams
 from torchax_serve.server.answers import Answer, AnswerOptions, prepare, prepare_media, submit
@@ -40,13 +41,14 @@ from torchax_serve.server.errors import ApiError, bad_request
 from torchax_serve.server.formats import finish_reason_of
 from torchax_serve.server.model_requests import read_for_model
 from torchax_serve.server.model_service import ChatPrompt, ModelService
-from torchax_serve.server.prompt_limits import check_prompts
+from torchax_serve.server.prompt_limits import check_len, check_prompts
 from torchax_serve.server.request_fields import ApiRequest, ModelName, honoured
 from torchax_serve.server.response_parsing import begun_answer
 from torchax_serve.server.sampling import sampling_params
 from torchax_serve.server.schemas import CompletionRequest
 from torchax_serve.server.sse import until_disconnect
 from torchax_serve.server.thinking_budget import PROMPT_END_TOKENS, text_of_tokens
+from torchax_serve.tasks.decisions import DecisionFiles
 from torchax_serve.text.chat_template import ChatOptions
 
 NUM_AT_ONCE = 8
@@ -77,6 +79,22 @@ class SystemOneRequest(ApiRequest):
     ] = None
 
 
+class AskedPrompt(NamedTuple):
+    """A question with its prompt.
+
+    Attributes:
+        question: The question.
+        prompt: Its prompt.
+        temperature: Divides the scores of its options.
+        names: Names of its options in the order of a head's scores; empty for a model without a head.
+    """
+
+    question: Question
+    prompt: ChatPrompt
+    temperature: float = 1.0
+    names: Sequence[str] = ()
+
+
 class _Reading(NamedTuple):
     """What a model says to a question.
 
@@ -94,18 +112,32 @@ class _Reading(NamedTuple):
 async def systemone(request: Request) -> Response:
     """Answers typed questions about a state by probabilities."""
     context = context_of(request)
-    service, body = await read_for_model(request, SystemOneRequest, "chat")
+    service, body = await read_for_model(request, SystemOneRequest, ("chat", "decide"))
     service.settle_name(body, request.state.key, may_be_adapter=True)
     questions = questions_of(body.questions)
     with names_of_fields({"messages": "state"}):
-        prompts = await until_disconnect(request.receive, service.run(_prompts, service, body, questions))
+        asked = await until_disconnect(request.receive, service.run(_asked, service, body, questions))
+    if "decide" in service.tasks:
+        return _response(body, asked, await until_disconnect(request.receive, _head_scores(request, service, asked)))
     reader = _Reader(request, context, service, body)
-    readings = await until_disconnect(request.receive, reader.all(questions, prompts))
+    readings = await until_disconnect(request.receive, reader.all(asked))
+    scores = [reading.logprobs for reading in readings]
+    return _response(body, asked, scores, readings)
+
+
+def _response(
+    body: SystemOneRequest,
+    asked: Sequence[AskedPrompt],
+    scores: Sequence[Sequence[float]],
+    readings: Sequence[_Reading] = (),
+) -> Response:
+    """Returns the answers by the scores of the options; a head reads no tokens."""
     answers, diagnostics = {}, {}
-    for question, reading in zip(questions, readings, strict=True):
+    for each, row in zip(asked, scores, strict=True):
+        answers[each.question.name] = each.question.answer(_softmax([score / each.temperature for score in row]))
+    for each, reading in zip(asked, readings, strict=bool(readings)):
         mass = sum(map(math.exp, reading.logprobs))
-        answers[question.name] = question.answer(_softmax(reading.logprobs))
-        diagnostics[question.name] = {"label_mass": mass, "argmax_is_label": reading.is_label}
+        diagnostics[each.question.name] = {"label_mass": mass, "argmax_is_label": reading.is_label}
     return JSONResponse(
         {
             "id": f"decision-{uuid.uuid4().hex}",
@@ -114,21 +146,76 @@ async def systemone(request: Request) -> Response:
             "model": body.model,
             "answers": answers,
             "usage": {
-                "input_tokens": sum(len(prompt.token_ids) for prompt in prompts),
+                "input_tokens": sum(len(each.prompt.token_ids) for each in asked),
                 "input_tokens_details": {"cached_tokens": sum(reading.num_cached for reading in readings)},
-                "output_tokens": len(questions),
+                "output_tokens": len(readings),
             },
             "diagnostics": diagnostics,
         }
     )
 
 
-def _prompts(service: ModelService, body: SystemOneRequest, questions: Sequence[Question]) -> list[ChatPrompt]:
-    """Returns the prompt of each question; called in a thread.
+def _asked(service: ModelService, body: SystemOneRequest, questions: Sequence[Question]) -> list[AskedPrompt]:
+    """Returns each question with its prompt; called in a thread.
 
     Raises:
         ApiError: 400 if one is too long, no text names an image, or the model would not begin with a label.
     """
+    files = getattr(service.model, "decision_files", None)
+    asked = _by_template(service, body, questions) if files is None else _by_files(service, files, body, questions)
+    check_prompts(service, [each.prompt.token_ids for each in asked], 1, 1, "state", counted="questions")
+    return asked
+
+
+def _by_files(
+    service: ModelService, files: DecisionFiles, body: SystemOneRequest, questions: Sequence[Question]
+) -> list[AskedPrompt]:
+    """Returns each question with its prompt, as the checkpoint's files say."""
+    for name in ("instructions", "chat_template_kwargs", "assets"):
+        if getattr(body, name):
+            message = f"{name}: expected none, as the files of {service.name} say how its questions are asked"
+            raise bad_request(message, name, "unsupported_parameter")
+    check_len(service, [text_of(body.state)], "state", is_cut=False)
+    try:
+        found = {each.name: each for each in files.asked(body.state, body.questions)}
+        if "decide" in service.tasks:
+            files.head(service.model.device_weights).check(list(found.values()))
+    except (InvalidArgumentError, UnsupportedModelError) as error:
+        raise bad_request(str(error), "questions", "invalid_value") from error
+    asked = []
+    for question in questions:
+        each = found[question.name]
+        options = tuple(option._replace(label=each.labels[option.name]) for option in question.options)
+        prompt = ChatPrompt(each.token_ids)
+        asked.append(AskedPrompt(question._replace(options=options), prompt, each.temperature, tuple(each.labels)))
+    return asked
+
+
+async def _head_scores(request: Request, service: ModelService, asked: Sequence[AskedPrompt]) -> list[list[float]]:
+    """Returns the scores of each question's options by the model's head."""
+    options, model = context_of(request).options, service.model
+    rows = await model.aembed(
+        [each.prompt.token_ids for each in asked],
+        pooling="last",
+        normalize=False,
+        truncate=False,
+        timeout_s=options.request_timeout_s,
+        queue_timeout_s=options.queue_timeout_s,
+    )
+    if request.state.usage is not None:
+        request.state.usage.charge(sum(len(each.prompt.token_ids) for each in asked))
+    files = model.decision_files
+    assert files is not None  # of a model with a head
+    head = files.head(model.device_weights)
+    found = []
+    for each, row in zip(asked, rows, strict=True):
+        scores = dict(zip(each.names, head.scores(row, each.question.kind, len(each.names)).tolist(), strict=True))
+        found.append([scores[option.name] for option in each.question.options])
+    return found
+
+
+def _by_template(service: ModelService, body: SystemOneRequest, questions: Sequence[Question]) -> list[AskedPrompt]:
+    """Returns each question with its prompt by the model's chat template."""
     given = dict(body.chat_template_kwargs or {})
     if "enable_thinking" in service.template:
         given.setdefault("enable_thinking", False)
@@ -139,7 +226,6 @@ def _prompts(service: ModelService, body: SystemOneRequest, questions: Sequence[
     check_assets(assets, texts)
     contents = [parts_of(text, assets) if assets else text for text in texts]
     found = [service.chat_prompt([{"role": "user", "content": content}], options) for content in contents]
-    check_prompts(service, [prompt.token_ids for prompt in found], 1, 1, "state", counted="questions")
     family = service.family
     if family is not None and family.is_harmony:
         raise _unread(service, "messages whose channel stands in front")
@@ -147,7 +233,7 @@ def _prompts(service: ModelService, body: SystemOneRequest, questions: Sequence[
         end = text_of_tokens(service, found[0].token_ids[-PROMPT_END_TOKENS:])
         if family.reasoning_markers.is_open(begun_answer(family, end)):
             raise _unread(service, "answers that begin with reasoning")
-    return found
+    return list(map(AskedPrompt, questions, found))
 
 
 def _unread(service: ModelService, got: str) -> ApiError:
@@ -178,11 +264,11 @@ class _Reader:
         self._readings: list[Answer] = []  # of all questions so far
         self._places = asyncio.Semaphore(NUM_AT_ONCE)
 
-    async def all(self, questions: Sequence[Question], prompts: Sequence[ChatPrompt]) -> list[_Reading]:
+    async def all(self, asked: Sequence[AskedPrompt]) -> list[_Reading]:
         """Returns what the model says to each question; the first one puts the state into the cache."""
-        label_ids = [self._label_ids(question) for question in questions]
-        first = await self._read(prompts[0], label_ids[0])
-        rest = zip(prompts[1:], label_ids[1:], strict=True)
+        label_ids = [self._label_ids(each.question) for each in asked]
+        first = await self._read(asked[0].prompt, label_ids[0])
+        rest = zip([each.prompt for each in asked[1:]], label_ids[1:], strict=True)
         tasks = [asyncio.ensure_future(self._read(prompt, labels)) for prompt, labels in rest]
         try:
             return [first, *await asyncio.gather(*tasks)]

@@ -68,6 +68,7 @@ _MODELS: Mapping[str, str] = {
     "classify": "a classifier of texts (ForSequenceClassification), images or sound",
     "generate_image": "a pipeline of diffusers",
     "masks": "a model that segments images (SegFormer, Mask2Former) or finds masks at points and in boxes (SAM)",
+    "decide": "a model with a decision head (JevForDecision)",
     "label tokens": "a classifier of tokens (ForTokenClassification)",
     "speak": "a model that speaks, such as VITS",
     "transcribe": "a model that transcribes audio, such as Whisper",
@@ -404,6 +405,8 @@ def drain_engines(services: Sequence[ModelService], timeout_s: float) -> bool:
 def _encoder_tasks(class_name: str, num_labels: int | None) -> tuple[str, ...]:
     if class_name.endswith("ForSequenceClassification"):
         return ("classify", "rank") if num_labels == 1 else ("classify",)
+    if class_name.endswith("ForDecision"):
+        return ("decide", "embed")
     return ("label tokens",) if class_name.endswith("ForTokenClassification") else ("embed",)
 
 

@@ -15,6 +15,7 @@ import jax
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from model_adapters.loading import LoadedModel
+from model_adapters.loading.file_names import has_decision_files
 from model_adapters.loading.modules_json import modules_root
 from model_adapters.ops.compressed_weight import Weight
 from torchax_serve.compilation.yielding import rested, yield_to_requests
@@ -114,6 +115,8 @@ def _record(
         raise NotRecordableError("it does not run packed")
     if loaded.files_folder is not None and modules_root(loaded.files_folder) is not None:
         raise NotRecordableError("it embeds texts, for which a start loads torch")
+    if has_decision_files(loaded.files_folder):
+        raise NotRecordableError("its files ask questions, for which a start loads torch")
     report = loaded.report
     if report.unused_tensors or report.missing_tensors or report.made_dense:
         raise NotRecordableError("its load report has something to say")
