@@ -73,6 +73,9 @@ def chosen_template(chosen: str) -> ResponseFamily | None:
 def _from_file(path: str) -> ResponseFamily:
     from transformers.utils.chat_parsing.response_templates import load_response_template
 
+    from torchax_serve.server.python_call_list import add_parser
+
+    add_parser()
     try:
         spec = json.loads(Path(path).read_text())
         load_response_template(spec)

@@ -21,8 +21,11 @@ from torchax_serve.server.call_stream import (
     Typed,
 )
 from torchax_serve.server.nested_calls import NestedCalls
+from torchax_serve.server.python_call_list import add_parser
 from torchax_serve.server.python_calls import PythonCalls
 from torchax_serve.server.response_family import CALLS, INLINE, KEYED, REASONING
+
+add_parser()
 
 MAX_HELD_CHARS = 1 << 12
 """Characters of parsed text after which the parser's buffer is cut, so that time stays linear in the length."""
