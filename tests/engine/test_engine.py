@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 
 import jax
 import jax.numpy as jnp
@@ -563,3 +564,12 @@ def test_the_pool_is_updated_in_place(llama):
     assert cache.pools[0].unsafe_buffer_pointer() == before
     assert isinstance(cache.pools[0], jax.Array)
     assert cache.pools[0].dtype == jnp.float32
+
+
+def test_caches_are_paged_where_transformers_names_no_layers_without_keys(monkeypatch):
+    """Releases before 5.23 have no `DummyLayer`."""
+    others = {name: each for name, each in vars(transformers.cache_utils).items() if name != "DummyLayer"}
+    monkeypatch.setattr(transformers, "cache_utils", types.SimpleNamespace(**others))
+    with serve(tiny_model("llama"), engine=SMALL) as model:
+        assert model.engine.submit(request([5, 6, 7], 3)).result() == expected_tokens("llama", [5, 6, 7], 3)
+        assert "not packed" not in model.engine.description

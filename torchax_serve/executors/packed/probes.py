@@ -74,10 +74,11 @@ def page_shapes(runtime: ModelRuntime) -> tuple[PagedLayerSpec, ...]:
 
 def _layers_with_own_keys(layers: Sequence[Any]) -> list[Any]:
     """Returns the layers in front of those that attend to keys of earlier ones (Gemma 3n)."""
-    from transformers.cache_utils import DummyLayer
+    from transformers import cache_utils
 
+    without_keys = getattr(cache_utils, "DummyLayer", ())  # before 5.23 such layers are no part of a cache
     number = len(layers)
-    while number and isinstance(layers[number - 1], DummyLayer):
+    while number and isinstance(layers[number - 1], without_keys):
         number -= 1
     return list(layers[:number])
 
