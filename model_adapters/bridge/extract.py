@@ -24,6 +24,7 @@ from model_adapters.bridge.views import (
 )
 from model_adapters.errors import InvalidArgumentError, UnsupportedModelError
 from model_adapters.lowerings import argument_checks, install
+from model_adapters.lowerings.missing import line_of
 from model_adapters.program import shared_layers
 from model_adapters.program.trace_context import torch_promotion
 
@@ -57,8 +58,37 @@ def functional_call(
                     raise UnsupportedModelError(
                         f"{error} to JAX; write the model's code with other operators"
                     ) from None
+                except _NEEDS_VALUES as error:
+                    if not is_checked:
+                        raise
+                    raise _reads_values(error) from error
+                except RuntimeError as error:  # of PyTorch's reader of arguments
+                    if "item() cannot be called on meta" not in str(error):
+                        raise
+                    raise UnsupportedModelError(
+                        f"expected numbers as sizes and ends, got a tensor ({line_of(error)}); pass int(tensor)"
+                    ) from error
 
     return call
+
+
+_NEEDS_VALUES = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.NonConcreteBooleanIndexError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
+"""What code raises that asks for values of a trace, which has none."""
+
+
+def _reads_values(error: Exception) -> UnsupportedModelError:
+    operator = getattr(error, "torch_operator", "_")
+    is_number = operator.strip("_") in ("", "local_scalar_dense")
+    reader = "code that" if is_number else f"{operator.lstrip('_').rstrip('2')}, which"
+    return UnsupportedModelError(
+        f"expected code whose steps and shapes do not depend on values of tensors, got {reader} reads a value in a "
+        f"trace ({line_of(error)}); write it with torch.where and known sizes, or call the function outside of jax.jit"
+    )
 
 
 def _arguments(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -1,8 +1,9 @@
-"""Lists called operators that have no lowering to JAX, and takes a user's own lowerings."""
+"""Lists called operators that have no lowering to JAX, names lines, takes a user's own."""
 
 from __future__ import annotations
 
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,6 +18,11 @@ from model_adapters.lowerings.install import install
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
 """Folders whose lines are left out: what calls them is shown."""
+
+_PACKAGES = frozenset(
+    {"torch", "jax", "torchax", "model_adapters", "torchax_serve", "numpy", "contextlib", "functools"}
+)
+"""Packages whose lines are left out of errors."""
 
 _OF_FUNCTIONS = (
     "aten._scaled_dot_product",
@@ -73,6 +79,15 @@ def _place() -> str:
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
         frame = frame.f_back
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+
+
+def line_of(error: BaseException) -> str:
+    """Returns file and line of the last frame of an error that is in no library's code."""
+    found = "no line of its own"
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in _PACKAGES:
+            found = f"{Path(frame.f_code.co_filename).name}:{line}"
+    return found
 
 
 def lower(operator: Any) -> Callable[[_Function], _Function]:

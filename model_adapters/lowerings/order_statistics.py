@@ -7,9 +7,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import torch
 
+from model_adapters import ops
 from model_adapters.bridge.views import get_lowering, set_lowering
+from model_adapters.errors import InvalidArgumentError
 from model_adapters.lowerings.integers import long_dtype
 from model_adapters.lowerings.torchax_fixes import _ordered_integers
 
@@ -24,6 +27,39 @@ def install() -> None:
     set_lowering(aten.cummin, _cumulative_extreme(lambda x, before: x <= before))
     set_lowering(aten.median, lambda x, dim=None, keepdim=False: _median(x, dim, keepdim, skips_nan=False))
     set_lowering(aten.nanmedian, lambda x, dim=None, keepdim=False: _median(x, dim, keepdim, skips_nan=True))
+    for function in (torch.cov, torch.Tensor.cov, aten.cov):
+        set_lowering(function, _cov)
+
+
+def _cov(
+    x: jax.Array, *, correction: int = 1, fweights: jax.Array | None = None, aweights: jax.Array | None = None
+) -> jax.Array:
+    """Computes ``torch.cov``, whose weights PyTorch compares with zero."""
+    rows = jnp.atleast_2d(x)
+    if x.ndim > 2:
+        raise InvalidArgumentError(f"cov: expected at most two axes, got the shape {x.shape}")
+    given = {"fweights": (fweights, jnp.integer), "aweights": (aweights, jnp.floating)}
+    for name, (weights, kind) in given.items():
+        if weights is None:
+            continue
+        if weights.shape != rows.shape[1:] or not jnp.issubdtype(weights.dtype, kind):
+            raise InvalidArgumentError(
+                f"cov: expected {name} of {'integers' if name == 'fweights' else 'floats'} and the shape "
+                f"{rows.shape[1:]}, got {weights.dtype} {weights.shape}"
+            )
+        if not isinstance(weights, jax.core.Tracer) and (np.asarray(weights) < 0).any():
+            raise InvalidArgumentError(f"cov: expected {name} of at least 0, got {np.asarray(weights).min()}")
+    weights = fweights if aweights is None else aweights if fweights is None else fweights * aweights
+    rows = rows if jnp.issubdtype(rows.dtype, jnp.inexact) else rows.astype(jnp.float32)
+    num = rows.shape[1] if weights is None else weights.sum()
+    if weights is None or aweights is None or correction == 0:
+        degrees = num - correction
+    else:
+        degrees = num - correction * (weights * aweights).sum() / num
+    weighted = rows if weights is None else rows * weights
+    rows = rows - weighted.sum(1, keepdims=True) / num
+    weighted = rows if weights is None else rows * weights
+    return (ops.matmul(rows, weighted.conj().T) / jnp.maximum(degrees, 0)).squeeze()
 
 
 def _topk(theirs: Callable[..., Any]) -> Callable[..., Any]:

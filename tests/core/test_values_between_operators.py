@@ -2,12 +2,14 @@
 
 import logging
 
+import jax
 import numpy as np
 import pytest
 import torch
 import transformers
+from view_checks import Module, check
 
-from torchax_serve import extract_jax, to_jax
+from torchax_serve import UnsupportedModelError, extract_jax, to_jax
 
 
 @pytest.fixture(scope="module")
@@ -31,6 +33,58 @@ def test_keypoints_are_those_of_torch_and_the_log_names_the_line(detector, caplo
             torch.testing.assert_close(ours[name], theirs[name], rtol=1e-4, atol=1e-4)
     (said,) = [each.getMessage() for each in caplog.records if "one by one" in each.getMessage()]
     assert "modeling_superpoint.py:" in said
+
+
+READERS = {
+    "bincount": lambda x: torch.bincount(x.long()),
+    "unique": lambda x: torch.unique(x),
+    "unique_consecutive": lambda x: torch.unique_consecutive(x),
+    "nonzero": lambda x: torch.nonzero(x),
+    "argwhere": lambda x: torch.argwhere(x > 1),
+    "masked_select": lambda x: x.masked_select(x > 1),
+    "linalg_lstsq": lambda x: torch.linalg.lstsq(x.view(2, 2), x.view(2, 2)).solution,
+    "repeat_interleave": lambda x: x.repeat_interleave(x.long()),
+    "code that": lambda x: x if x.sum() > 3 else -x,
+    "code that ": lambda x: x * x[0].item(),
+    "code that reads": lambda x: torch.from_numpy(x.numpy() + 1),
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_what_reads_values_in_a_program_is_named_with_its_line(name):
+    """Outside of a program it is what PyTorch computes."""
+    values = np.array([3.0, 1.0, 1.0, 2.0], np.float32)
+    weights, function = extract_jax(Module(READERS[name]))
+    expected = READERS[name](torch.from_numpy(values.copy()))
+    np.testing.assert_allclose(np.asarray(function(weights, (values,))), expected.numpy(), rtol=1e-5, atol=1e-6)
+    operator = "nonzero" if name == "argwhere" else name
+    with pytest.raises(
+        UnsupportedModelError, match=rf"got {operator}.*test_values_between_operators\.py:\d+.*jax\.jit"
+    ):
+        jax.jit(function)(weights, (values,))
+
+
+def test_a_tensor_as_a_size_is_named_with_its_line():
+    weights, function = extract_jax(Module(lambda x: torch.zeros(x.long()[1])))
+    with pytest.raises(UnsupportedModelError, match=r"got a tensor \(test_values.*py:\d+\); pass int\(tensor\)"):
+        function(weights, (np.ones(3, np.float32),))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"correction": 0},
+        {"fweights": torch.tensor([1, 2, 3])},
+        {"aweights": torch.tensor([0.5, 1.5, 2.0])},
+        {"fweights": torch.tensor([1, 2, 3]), "aweights": torch.tensor([0.5, 1.5, 2.0]), "correction": 2},
+    ],
+)
+def test_covariances(options):
+    def run(x):
+        return torch.cov(x[0], **options), torch.cov(x[0, 0], **options), torch.corrcoef(x[0])
+
+    check(run, torch.sin(torch.arange(24.0)).view(2, 4, 3))
 
 
 class Counting(torch.nn.Module):

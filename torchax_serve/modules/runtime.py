@@ -7,9 +7,7 @@ import functools
 import inspect
 import logging
 import threading
-import traceback
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -17,15 +15,13 @@ import numpy as np
 import torch
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-import model_adapters
-import torchax_serve
 from model_adapters.bridge.device_tensor import DeviceTensor
 from model_adapters.bridge.host_arrays import check_floats
 from model_adapters.bridge.views import is_view, jax_view, named_tensors, to_jax_array, to_torch_tensor, torchax
 from model_adapters.diffusion import stored_tensors
 from model_adapters.errors import TorchaxServeError, UnsupportedArgumentError, UnsupportedModelError
 from model_adapters.jax_settings import programs_run
-from model_adapters.lowerings.missing import missing_operators
+from model_adapters.lowerings.missing import line_of, missing_operators
 from model_adapters.ops import spmd
 from model_adapters.ops.compressed_weight import Weight
 from model_adapters.program.module_program import Constant, ModuleCall, ModuleProgram
@@ -48,11 +44,6 @@ VARYING = ("timestep", "timesteps", "sigma", "t", "guidance", "sample", "hidden_
 NUM_EARLIER = 4
 """Structures of a module whose programs are kept: processors of an edit and without one, and some more."""
 _CONSTANTS = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
-
-
-_LIBRARIES = tuple(
-    str(Path(each.__file__ or "").parent) for each in (torch, jax, torchax, model_adapters, torchax_serve)
-)
 
 
 _Kinds = dict[str, tuple[tuple[int, ...], Any]]
@@ -371,15 +362,6 @@ class ModuleRuntime:
             f"{name}: expected code that can be traced, got {type(error).__name__} ({line_of(error)}): "
             f"{lines[0][:200]}; leave this part in PyTorch"
         )
-
-
-def line_of(error: Exception) -> str:
-    """Returns file and line of the last frame of an error that is in no library's code."""
-    found = "no line of its own"
-    for frame in traceback.extract_tb(error.__traceback__):
-        if not frame.filename.startswith(_LIBRARIES):
-            found = f"{Path(frame.filename).name}:{frame.lineno}"
-    return found
 
 
 def _kinds(weights: Mapping[str, jax.Array]) -> _Kinds:
