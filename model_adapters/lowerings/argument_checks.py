@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -56,8 +57,10 @@ def install() -> None:
         return any(each in table for each in (func, getattr(func, "overloadpacket", func)) for table in tables)
 
     def dispatch(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        is_on = getattr(_STATE, "is_enabled", False) and is_lowered(func)
-        if is_on or getattr(func, "overloadpacket", func) in _ALWAYS:
+        is_on = getattr(_STATE, "is_enabled", False)
+        if is_on and (places := _NUMBERS.get(_name(func))):
+            _check_numbers(_name(func), places, args, kwargs or {})
+        if (is_on and is_lowered(func)) or getattr(func, "overloadpacket", func) in _ALWAYS:
             _check(func, args, kwargs or {})
         return theirs(func, types, args, kwargs)
 
@@ -68,6 +71,43 @@ def check(func: Any, args: Any, kwargs: Any) -> None:
     """Raises OperatorArgumentError if checks are on and PyTorch's `func` refuses its arguments."""
     if getattr(_STATE, "is_enabled", False):
         _check(func, args, kwargs)
+
+
+def check_number(name: str, number: Any, dtype: torch.dtype) -> None:
+    """Raises OperatorArgumentError if PyTorch does not make `number` one of `dtype`.
+
+    Nothing is checked outside of `enabled`. Integers below 0 become unsigned ones by their last bits, floats do not.
+    """
+    if not getattr(_STATE, "is_enabled", False) or isinstance(number, bool) or not isinstance(number, int | float):
+        return
+    is_integer = not (dtype.is_floating_point or dtype.is_complex)
+    if dtype == torch.bool or dtype.is_complex or (not is_integer and not math.isfinite(number)):
+        return
+    limits = torch.iinfo(dtype) if is_integer else torch.finfo(dtype)
+    least = -limits.max if limits.min == 0 and isinstance(number, int) else limits.min
+    if not least <= number <= limits.max:
+        raise OperatorArgumentError(
+            f"{name}: expected a number from {limits.min} to {limits.max}, which {dtype} holds, got {number}"
+        )
+
+
+def _check_numbers(name: str, places: dict[str, int], args: Any, kwargs: Any) -> None:
+    """Checks the numbers among the arguments that an operator converts to its own dtype."""
+    dtype = kwargs.get("dtype") or getattr(args[0] if args else None, "dtype", None)
+    if not isinstance(dtype, torch.dtype) or (dtype in _NARROWED and kwargs.get("dtype") is None):
+        return
+    for keyword, place in places.items():
+        number = args[place] if len(args) > place else kwargs.get(keyword)
+        if type(number) not in (int, float):
+            continue
+        is_promoted = name in _PROMOTED and type(number) is float and not dtype.is_floating_point
+        into = torch.float32 if is_promoted else _WIDE.get(dtype, dtype)
+        if name != "pow" or into != torch.float32:  # whose exponents are float64
+            check_number(name, float(number) if name in _OF_FLOATS else number, into)
+
+
+def _name(func: Any) -> str:
+    return getattr(func, "__name__", "").partition(".")[0].rstrip("_")
 
 
 def _check(func: Any, args: Any, kwargs: Any) -> None:
@@ -139,6 +179,30 @@ def _made(described: Any, wide: bool) -> Any:
     return value
 
 
+_NUMBERS: dict[str, dict[str, int]] = {
+    "fill": {"value": 1},
+    "masked_fill": {"value": 2},
+    "index_fill": {"value": 3},
+    "scatter": {"value": 3},
+    "full": {"fill_value": 1},
+    "full_like": {"fill_value": 1},
+    "new_full": {"fill_value": 2},
+    "pad": {"value": 3},
+    "constant_pad_nd": {"value": 2},
+    "clamp": {"min": 1, "max": 2},
+    "clip": {"min": 1, "max": 2},
+    "clamp_min": {"min": 1},
+    "clamp_max": {"max": 1},
+    "hardtanh": {"min_val": 1, "max_val": 2},
+    "threshold": {"threshold": 1, "value": 2},
+    "pow": {"exponent": 1},
+    "linspace": {"start": 0, "end": 1},
+}
+"""Numbers that operators convert to the dtype of their tensor, by name and place."""
+_PROMOTED = frozenset(("clamp", "clip", "clamp_min", "clamp_max", "pow"))
+"""Operators whose results are floats for a number that is one."""
+_OF_FLOATS = frozenset(("pad", "linspace"))
+"""Operators that take all numbers as floats."""
 _aten = torch.ops.aten
 _ALWAYS: dict[Any, str] = {
     getattr(where, name): name
@@ -169,17 +233,19 @@ _ALONG_AN_AXIS = ("index_select", "index_add", "index_copy")
 """Operators with an axis and a vector of indices."""
 _OF_ORDER = frozenset(
     ("max", "min", "amax", "amin", "aminmax", "argmax", "argmin", "sort", "topk", "kthvalue", "median", "sign", "clamp")
-)
+) | frozenset(("gt", "ge", "lt", "le", "maximum", "minimum"))
 """Operators that complex numbers, which have no order, do not have."""
 
 
 def _left_out(func: Any, args: Any, kwargs: Any) -> str | None:
     """Returns what PyTorch says with values, and does not say of meta tensors."""
-    name = getattr(func, "__name__", "").partition(".")[0].rstrip("_")
+    name = _name(func)
     dtypes = [args[place].dtype for place in _ALIKE.get(name, ()) if place < len(args)]
     if len(set(dtypes)) > 1:
         return f"operands of one dtype, got {' and '.join(map(str, dtypes))}"
     if name in _OF_ORDER and args and isinstance(args[0], torch.Tensor) and args[0].is_complex():
+        return "complex numbers have no order"
+    if name == "scatter_reduce" and args[0].is_complex() and {"amax", "amin"} & {*args[4:5], kwargs.get("reduce")}:
         return "complex numbers have no order"
     if name in _INTO_PARTS and len(args) > 1:
         return _of_part(_INTO_PARTS[name], *args, **kwargs)

@@ -24,7 +24,7 @@ from model_adapters.bridge.views import (
     to_jax_array,
     torch_view,
 )
-from model_adapters.lowerings import aliases, constant_folding, index_checks, masked_writes
+from model_adapters.lowerings import aliases, argument_checks, constant_folding, index_checks, masked_writes
 from model_adapters.lowerings.deferred_checks import TracedMaskSelection
 from model_adapters.lowerings.integers import long_dtype
 from model_adapters.ops import registry
@@ -65,6 +65,13 @@ def _check_lookups() -> None:
         return gather(tensor, dim, indices, *args, **kwargs)
 
     aten = torch.ops.aten
+    scatter = get_lowering(aten.scatter.value)
+
+    def scatter_number(tensor: Any, dim: int, indices: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+        value = _as_dtype(value, tensor.dtype) if isinstance(value, int | float) else value
+        return scatter(tensor, dim, indices, value, *args, **kwargs)
+
+    set_lowering(aten.scatter.value, scatter_number, keep_kind=True)
     for op in (aten.scatter.src, aten.scatter.value, aten.index_copy):
         name = str(op).split(".")[1]
         set_lowering(op, index_checks.checked(name, get_lowering(op)), keep_kind=True)
@@ -143,6 +150,10 @@ def _write_items() -> None:
             value = jax_view(as_views(value)).astype(before.dtype)
             while value.ndim > 1 and value.shape[0] == 1:
                 value = value[0]
+        elif type(value) in (int, float):
+            if not jnp.issubdtype(before.dtype, jnp.inexact):
+                argument_checks.check_number("fill_", value, self.dtype)
+            value = _as_dtype(value, before.dtype)
         key = jax_view(as_views(_index_parts(key)))
         if all(isinstance(each, slice | jax.Array | np.ndarray) for each in key):
             _check_parts("index_put", before, key)
@@ -154,6 +165,20 @@ def _write_items() -> None:
         self._elem = aliases.apart(jax_view(written))
 
     TorchTensor.__setitem__ = set_item
+
+
+def _as_dtype(number: Any, dtype: Any) -> Any:
+    """Returns a number as PyTorch converts it to `dtype`.
+
+    Floats lose what is behind the point, integers below 0 become the unsigned ones of the same last bits.
+    """
+    if jnp.issubdtype(dtype, jnp.integer):
+        number = int(number)
+        return number & jnp.iinfo(dtype).max if number < 0 and jnp.issubdtype(dtype, jnp.unsignedinteger) else number
+    if not jnp.issubdtype(dtype, jnp.floating):
+        return number
+    with np.errstate(over="ignore"):
+        return float(np.asarray(number).astype(dtype))
 
 
 def _keep_tables_short() -> None:

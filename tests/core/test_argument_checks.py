@@ -14,8 +14,9 @@ from view_checks import Module
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.operator_parity.compare import UNSET, Call, all_operators
+from model_adapters.bridge.views import to_jax_array, to_torch_tensor
 from model_adapters.lowerings import argument_checks, install
-from torchax_serve import InvalidArgumentError, extract_jax, to_jax
+from torchax_serve import InvalidArgumentError, UnsupportedModelError, extract_jax, to_jax
 
 NARROW = {torch.int64: torch.int32, torch.float64: torch.float32, torch.complex128: torch.complex64}
 WIDE = (torch.float64, torch.complex128)
@@ -158,6 +159,37 @@ def test_what_pytorch_refuses_is_refused_by_name(name):
     assert refused(CALLS[name], X) is not None
     with pytest.raises((RuntimeError, IndexError, ValueError, TypeError)):
         function(weights, (X.clone(),))
+
+
+NUMBERS = {
+    "fill_": lambda x, value: x.fill_(value),
+    "an item": lambda x, value: (x.__setitem__(0, value), x)[1],
+    "items of a mask": lambda x, value: (x.__setitem__(x > 3, value), x)[1],
+    "masked_fill": lambda x, value: x.masked_fill(x > 3, value),
+    "scatter": lambda x, value: x.scatter(0, torch.zeros(1, 4, dtype=torch.long), value),
+    "clamp": lambda x, value: x.clamp(max=value),
+    "clamp_min_": lambda x, value: x.clamp(0, 9).clamp_min_(value),
+    "pad": lambda x, value: F.pad(x, (1, 1), value=value),
+    "full_like": lambda x, value: torch.full_like(x, value),
+    "new_full": lambda x, value: x.new_full((2,), value),
+    "threshold": lambda x, value: F.threshold(x, 1, value),
+    "power": lambda x, value: x**value,
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_numbers_that_a_dtype_does_not_hold_are_refused_as_in_pytorch(dtype):
+    x = torch.arange(8).view(2, 4).to(dtype)
+    values = (-1, 300, 2.5, -1e39) if dtype in (torch.uint8, torch.int8) else (70000, torch.finfo(torch.float32).min)
+    for (name, change), value in itertools.product(NUMBERS.items(), values):
+        weights, function = extract_jax(Module(lambda x, change=change, value=value: change(x * 1, value)))
+        given = to_jax_array(x.clone())
+        if refused(lambda x, change=change, value=value: change(x * 1, value), x) is not None:
+            with pytest.raises((RuntimeError, ValueError, UnsupportedModelError)):
+                function(weights, (given,))
+            continue
+        found = to_torch_tensor(function(weights, (given,)))
+        torch.testing.assert_close(found, change(x * 1, value), equal_nan=True, msg=lambda text, name=name: name + text)
 
 
 @pytest.mark.parametrize("pool", [torch.nn.MaxPool2d(7), torch.nn.AvgPool2d(7), torch.nn.AvgPool1d(7)], ids=str)
