@@ -471,6 +471,8 @@ def are_apart(one: Any, other: Any) -> bool:
     if one._alias is None or other._alias is None or one._alias.base() is not other._alias.base():
         return True
     size = int(np.prod(one._alias.base().array.shape))
+    if one.dtype.itemsize != other.dtype.itemsize:  # whose places are counted differently
+        return False
     if one._strided is strides.UNKNOWN or other._strided is strides.UNKNOWN or size > 1 << 24:
         return False
     first, second = (strides.offsets(each.shape, each._strided) for each in (one, other))

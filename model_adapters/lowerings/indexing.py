@@ -24,7 +24,7 @@ from model_adapters.bridge.views import (
     to_jax_array,
     torch_view,
 )
-from model_adapters.lowerings import aliases, argument_checks, constant_folding, index_checks, masked_writes
+from model_adapters.lowerings import aliases, argument_checks, constant_folding, index_checks, masked_writes, overlaps
 from model_adapters.lowerings.deferred_checks import TracedMaskSelection
 from model_adapters.lowerings.integers import long_dtype
 from model_adapters.ops import registry
@@ -147,6 +147,7 @@ def _write_items() -> None:
     def set_item(self: Any, key: Any, value: Any) -> None:
         before = jax_view(self)
         if isinstance(value, torch.Tensor):
+            overlaps.check_item(self, _index_parts(key), value)
             value = jax_view(as_views(value)).astype(before.dtype)
             while value.ndim > 1 and value.shape[0] == 1:
                 value = value[0]

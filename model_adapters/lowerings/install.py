@@ -28,6 +28,7 @@ from model_adapters.lowerings import (
     masked_writes,
     narrow_floats,
     order_statistics,
+    overlaps,
     pooling,
     promotion,
     random_numbers,
@@ -134,6 +135,7 @@ def install() -> None:
     promotion.install()
     written_results.install()
     aliases.install()
+    overlaps.install()
     _split_at_known_places()
     _keep_values_of_new_tensors()
     _tell_missing_at_once()

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from model_adapters.bridge.views import get_lowering, set_lowering
+from model_adapters.errors import InvalidArgumentError
 from model_adapters.lowerings import index_checks
 
 
@@ -68,6 +69,11 @@ def _masked_scatter(x: jax.Array, mask: jax.Array, source: jax.Array) -> jax.Arr
     """Computes ``torch.masked_scatter``: elements of `source`, in order, where `mask` is set."""
     shape = jnp.broadcast_shapes(x.shape, mask.shape)
     x, mask = jnp.broadcast_to(x, shape), jnp.broadcast_to(mask, shape)
+    if not isinstance(mask, jax.core.Tracer) and (num_set := int(np.asarray(mask).sum())) > math.prod(source.shape):
+        raise InvalidArgumentError(
+            f"masked_scatter: expected a source of at least {num_set} elements, as many as the mask has set, got "
+            f"{math.prod(source.shape)}"
+        )
     if not math.prod(source.shape):
         return x
     rows = source.reshape(-1).astype(x.dtype)
