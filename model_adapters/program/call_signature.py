@@ -5,9 +5,11 @@ Encoder-decoder models have other names.
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import functools
 import inspect
+import textwrap
 import warnings
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -100,6 +102,25 @@ def with_cache_named(given: dict[str, Any], cache_name: str | None) -> dict[str,
     if other != "cache":  # which `generate` gives to forwards of any name
         warnings.warn(f"`{other}` is deprecated in transformers; pass `{cache_name}` instead", FutureWarning, 2)
     return {cache_name: given[other]} | {name: value for name, value in given.items() if name != other}
+
+
+@functools.cache
+def keeps_cache_with_labels(forward: Callable[..., Any]) -> bool:
+    """Tells whether a forward of a class returns a cache where it has labels.
+
+    Code that sets ``use_cache = False`` for labels does not, nor does code that cannot be read.
+    """
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(forward))))
+    except (OSError, TypeError, SyntaxError):
+        return False
+    branches = [node for node in ast.walk(tree) if isinstance(node, ast.If) and "labels" in _names(node.test)]
+    assigned = [each for branch in branches for each in ast.walk(branch) if isinstance(each, ast.Assign)]
+    return not any("use_cache" in _names(target) for each in assigned for target in each.targets)
+
+
+def _names(node: ast.AST) -> set[str]:
+    return {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
 
 
 TORCH_CLASS = "_torch_class"

@@ -1,5 +1,6 @@
 """An existing model object after ``to_jax``: still the object that existing code knows."""
 
+import copy
 import inspect
 import json
 import warnings
@@ -14,6 +15,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import DynamicCache, PreTrainedTokenizerFast, TextStreamer
 from transformers.generation import GenerationMixin
 
+from model_adapters.program.call_signature import cache_in
 from torchax_serve import InvalidArgumentError, UnsupportedArgumentError, extract_jax, to_jax
 
 
@@ -108,6 +110,37 @@ def test_forward_options(eager, model):
     assert isinstance(model(ids, return_dict=False), tuple)
     embeds = eager.get_input_embeddings()(ids).detach()
     torch.testing.assert_close(model(inputs_embeds=embeds).logits, model(ids).logits, atol=1e-5, rtol=1e-5)
+
+
+ATTENTION = {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "max_position_embeddings": 32}
+WITH_LABELS = {
+    "llama": (transformers.LlamaForCausalLM, {"intermediate_size": 48, "num_attention_heads": 4}),
+    "mamba": (transformers.MambaForCausalLM, {"state_size": 4}),
+    "bert": (transformers.BertLMHeadModel, {"is_decoder": True, "num_attention_heads": 4, "intermediate_size": 48}),
+    "t5": (
+        transformers.T5ForConditionalGeneration,
+        {"d_kv": 8, "d_ff": 48, "num_heads": 4, "decoder_start_token_id": 0},
+    ),
+    "bart": (transformers.BartForConditionalGeneration, {"encoder_layers": 1, "decoder_layers": 1, **ATTENTION}),
+}
+
+
+@pytest.mark.parametrize("name", WITH_LABELS)
+def test_a_forward_with_labels_returns_a_cache_where_pytorch_does(name):
+    cls, sizes = WITH_LABELS[name]
+    common = {"vocab_size": 40, "hidden_size": 32, "num_hidden_layers": 1, "bos_token_id": 1, "eos_token_id": 2}
+    torch.manual_seed(0)
+    eager = cls(cls.config_class(**common, **sizes)).eval()
+    on_jax = to_jax(copy.deepcopy(eager))
+    ids = torch.randint(3, 39, (2, 7))
+    for options in ({}, {"use_cache": False}):
+        with torch.no_grad():
+            expected = eager(input_ids=ids, labels=ids, **options)
+        found = on_jax(input_ids=ids, labels=ids, **options)
+        assert [*found] == [*expected]
+        torch.testing.assert_close(found.loss, expected.loss, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(found.logits, expected.logits, atol=1e-5, rtol=1e-5)
+    assert (cache_in(on_jax(input_ids=ids, labels=ids)) is None) == (name in ("bert", "bart"))
 
 
 def test_a_forward_continues_from_its_cache(eager, model):

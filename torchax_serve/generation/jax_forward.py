@@ -18,7 +18,7 @@ from model_adapters.bridge.views import named_tensors
 from model_adapters.caches.device_cache import DeviceCache
 from model_adapters.errors import TorchaxServeError
 from model_adapters.jax_settings import programs_run
-from model_adapters.program.call_signature import TensorOutput, cache_field_of
+from model_adapters.program.call_signature import CallSignature, TensorOutput, cache_field_of, keeps_cache_with_labels
 from model_adapters.program.model_program import CallSpec
 from torchax_serve.multimodal.mrope_positions import positions_on_host
 from torchax_serve.runtime.call_arguments import all_on_host, check_surroundings
@@ -78,7 +78,9 @@ def _forward_followed(model: Any, given: dict[str, Any]) -> ModelOutput | tuple[
         if cache is not None and jax.tree.leaves(cache):
             given[cache_name] = cache  # an empty one is made by the model's code
         cache = None
-    if cache is None and use_cache and runtime.cache_support.is_supported and "labels" not in given:
+    shifted = getattr(model, "prepare_decoder_input_ids_from_labels", None)
+    has_cache = _returns_cache(type(model)._torch_class.forward, runtime.program.names, shifted, given)
+    if cache is None and use_cache and runtime.cache_support.is_supported and has_cache:
         cache = runtime.cache_support.new(1)
     if (positions := positions_on_host(model, given, cache)) is not None:
         given["position_ids"] = positions
@@ -100,3 +102,19 @@ def _forward_followed(model: Any, given: dict[str, Any]) -> ModelOutput | tuple[
         fields[field] = cache
     output = output_class(**fields)
     return output if return_dict else output.to_tuple()
+
+
+def _returns_cache(forward: Any, names: CallSignature, shifted: Any, given: dict[str, Any]) -> bool:
+    """Tells whether PyTorch returns a cache for these arguments, of which labels may be one.
+
+    A decoder behind an encoder gets its tokens from the labels here, by `shifted`, where its forward would make them.
+    """
+    if given.get("labels") is None:
+        return True
+    if not keeps_cache_with_labels(forward):
+        return False
+    if all(given.get(name) is None for name in (names.ids, names.embeds)) and names.has_encoder:
+        if shifted is None:
+            return False
+        given[names.ids] = shifted(labels=given["labels"])
+    return True
