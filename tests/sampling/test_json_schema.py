@@ -1,5 +1,6 @@
 """Grammars of combined schemas: what they take is valid by jsonschema, and valid objects are taken."""
 
+import decimal
 import functools
 import itertools
 import json
@@ -377,6 +378,12 @@ def takes(schema, value):
     return False
 
 
+def has_text(schema, text):
+    """Whether the grammar takes a text."""
+    matcher = matcher_of(json_grammar(schema)).deep_copy()
+    return matcher.consume_tokens(list(text.encode())) and matcher.is_accepting()
+
+
 def sampled(schema, rng, most=400):
     """A random text of the grammar; None if it does not end."""
     matcher, data = LLMatcher(TOKENIZER, json_grammar(schema), log_level=0), []
@@ -563,6 +570,27 @@ def test_numbers_that_float64_does_not_have(name):
         for value in values:
             assert jsonschema.Draft202012Validator(schema).is_valid(value) is is_valid
             assert takes(schema, value) is is_valid, value
+
+
+BOUNDS = {
+    "from zero": {"minimum": 0},
+    "above zero": {"exclusiveMinimum": 0},
+    "up to a float": {"maximum": 1e6},
+    "small": {"minimum": -1e-3, "maximum": 2.5e-3},
+    "wide": {"minimum": -1e12, "exclusiveMaximum": 1e12},
+}
+
+
+@pytest.mark.parametrize("name", BOUNDS)
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(number=st.floats(-1e12, 1e12) | st.floats(-3e-3, 3e-3) | st.integers(-(10**7), 10**7))
+def test_each_bounded_number_has_a_form_without_an_exponent(name, number):
+    """Grammars of ranges have the shortest form of each; numbers without bounds have exponents, too."""
+    schema, text = {"type": "number", **BOUNDS[name]}, format(decimal.Decimal(repr(number or 0)), "f")
+    text = text.rstrip("0").rstrip(".") if "." in text else text
+    assert has_text(schema, text) == jsonschema.Draft202012Validator(schema).is_valid(json.loads(text))
+    assert has_text({"type": "number"}, text) and has_text({"type": "number"}, "-1.5e-7")
+    assert not has_text(schema, "1e-4")
 
 
 LEAVES = st.sampled_from([INTEGER, TEXT, {"type": "boolean"}, {"type": ["null", "integer"]}])
