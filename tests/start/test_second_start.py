@@ -177,3 +177,13 @@ def test_changed_weights_are_loaded(folder, first):
         expected = model.generate_batch(["One, two,", [5, 6, 7]], SamplingParams(max_new_tokens=4, ignore_eos=True))
     assert after["answers"]["batch"] == [[each.text, each.token_ids] for each in expected]
     assert after["answers"]["batch"] != first["answers"]["batch"]
+
+
+def test_the_server_imports_no_torch():
+    """What a second start of a server needs; the model's own torch side is imported when something asks for it."""
+    code = (
+        "import sys\nimport torchax_serve.server.lifespan, torchax_serve.server.app\n"
+        "print(sorted({'torch', 'transformers'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout.strip() == "[]"
