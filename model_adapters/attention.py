@@ -111,7 +111,8 @@ _TEXTS: ContextVar[jax.Array | None] = ContextVar("where texts begin", default=N
 def texts_in_one_row(cu_seqlens: jax.Array) -> Iterator[None]:
     """Has attention inside see each text of a row by itself.
 
-    They begin at `cu_seqlens` int32[S + 1].
+    They begin at `cu_seqlens` int32[S + 1]. Enter it where one trace runs at a time: it replaces a function of
+    transformers.
     """
     found = masking_utils.find_packed_sequence_indices
     masking_utils.find_packed_sequence_indices = lambda position_ids: None  # texts are known, not guessed

@@ -44,13 +44,8 @@ def forward_varlen(program: ModelProgram, weights: Weights, inputs: Mapping[str,
     given[program.names.positions] = torch_view(_positions(program.target, ids, cu_seqlens)[None])
     if program.accepts("use_cache"):
         given["use_cache"] = False
-    with (
-        program.folding(CallSpec()),
-        texts_in_one_row(cu_seqlens),
-        deferred_checks.collect() as met,
-        index_checks.collect() as in_range,
-    ):
-        output = program.run(weights, given, attention_name(program.module))
+    with program.folding(CallSpec()), deferred_checks.collect() as met, index_checks.collect() as in_range:
+        output = program.run(weights, given, attention_name(program.module), texts_in_one_row(cu_seqlens))
     if met:
         raise NotPackableError("its code checks the values of texts")
     arrays = {name: jax_view(value) for name, value in output.items() if isinstance(value, torch.Tensor)}
