@@ -90,9 +90,9 @@ def test_experts_are_read_once(chip):
     ("model_type", "executor"), [("bloom", "per-sequence"), ("mamba", "packed"), ("openai-gpt", "static")]
 )
 def test_models_of_each_executor_are_planned(model_type, executor):
-    configs = {  # whose pages and states fill tiles of 128 lanes, so that what lies in memory is what is counted
+    configs = {  # whose pages fill tiles of 128 lanes; a convolution's three inputs take the room of four
         "bloom": transformers.BloomConfig(hidden_size=512, n_layer=2, n_head=8, vocab_size=1024),
-        "mamba": transformers.MambaConfig(hidden_size=1024, num_hidden_layers=2, vocab_size=1024, conv_kernel=5),
+        "mamba": transformers.MambaConfig(hidden_size=1024, num_hidden_layers=2, vocab_size=1024),
         "openai-gpt": transformers.OpenAIGPTConfig(n_embd=256, n_layer=2, n_head=8, vocab_size=1024, n_positions=2048),
     }
     config = configs[model_type]
@@ -100,6 +100,9 @@ def test_models_of_each_executor_are_planned(model_type, executor):
     report = make_plan(module_of(model_class, config, torch.bfloat16), model_type, REQUEST)
     assert (report.fits, report.executor) == (True, executor)
     assert report.programs[0].alias_bytes == report.pages_bytes + report.states_bytes
+    if model_type == "mamba":
+        num_rows, num_channels = REQUEST.max_num_seqs + 1, 2048 // 8
+        assert report.states_bytes == 2 * num_rows * num_channels * (4 * 2 + 16 * 4)
 
 
 @pytest.mark.parametrize(

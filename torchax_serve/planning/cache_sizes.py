@@ -48,11 +48,6 @@ class CacheSizes:
         """Bytes of all weights on one device, those of a draft model or head included."""
         return self.model.weights_bytes_per_device + self.draft_weights_bytes
 
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of the states of fixed size of one request, on one device."""
-        return sum(map(self.executor.row_bytes, self.executor.slot_states))
-
     def windows(self) -> list[int | None]:
         """Returns the window of each group of layers that share pages."""
         windows = {shape.window for shape in self.executor.pages}
@@ -74,8 +69,9 @@ class CacheSizes:
         )
 
     def states_of(self, slots: float) -> int:
-        """Returns the bytes of the states of `slots` requests, spare states included."""
-        return (math.ceil(slots) + self.executor.num_spare) * self.state_bytes
+        """Returns the bytes in memory of the states of `slots` requests, spare states included."""
+        num_rows = math.ceil(slots) + self.executor.num_spare
+        return sum(self.executor.bytes_of_rows(state, num_rows) for state in self.executor.slot_states)
 
     def bytes_of(self, slots: float) -> int:
         """Returns the bytes of pages and states of `slots` full-length requests, drafts included."""
@@ -94,7 +90,7 @@ class CacheSizes:
 
     def slots_in(self, room: int) -> float:
         """Returns the number of full-length requests that fit into `room` bytes."""
-        unit = max(1, self.bytes_of(2) - self.bytes_of(1))
+        unit = max(1, (self.wanted_bytes - self.bytes_of(0)) / self.num_slots)
         return (room - self.bytes_of(0)) / unit
 
     def plan(self) -> tuple[CacheAllocation, int] | None:

@@ -25,6 +25,7 @@ from torchax_serve.kv_cache.hybrid_cache import HybridCache, RecurrentLayers
 from torchax_serve.kv_cache.memory import MemoryBudget
 from torchax_serve.kv_cache.pools import CacheAllocation, HeadScales, PagedCache, PagedLayerSpec, PoolAllocator
 from torchax_serve.kv_cache.slot_states import PagedCacheWithStates
+from torchax_serve.planning.topology import bytes_in_memory
 from torchax_serve.runtime.model_runtime import ModelRuntime
 from torchax_serve.scheduler import SpeculativeConfig
 
@@ -60,12 +61,21 @@ class PlannedExecutor:
         return 0 if self.name == "static" else 1
 
     def row_bytes(self, row: SlotStateSpec) -> int:
-        """Returns the bytes of one state of a request on one device."""
-        if self.name == "static":  # each device has all of it
+        """Returns the bytes of the numbers of one state of a request on one device."""
+        if self.name == "static":
             return row.num_bytes
+        return math.prod(self._shape_of(row, 1)) * row.dtype.itemsize
+
+    def bytes_of_rows(self, row: SlotStateSpec, num_rows: int) -> int:
+        """Returns the bytes that one state of each of `num_rows` requests takes on one device."""
+        return bytes_in_memory(self._shape_of(row, num_rows), row.dtype, self.sharding.mesh.devices.flat[0])
+
+    def _shape_of(self, row: SlotStateSpec, num_rows: int) -> tuple[int, ...]:
+        shape = (num_rows, *row.shape)
+        if self.name == "static":  # each device has all of it
+            return shape
         of_shape = self.sharding.recurrent_sharding if row.is_of_heads else self.sharding.state_sharding
-        sharding = of_shape((1, *row.shape))  # channels or heads are sharded if they divide
-        return math.prod(sharding.shard_shape((1, *row.shape))) * row.dtype.itemsize
+        return of_shape(shape).shard_shape(shape)  # channels or heads are sharded if they divide
 
 
 class AbstractPages(PoolAllocator):

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 from collections.abc import Iterator
 from typing import Any
 
 import jax
+import numpy as np
 from jax.experimental import topologies
+from jax.sharding import SingleDeviceSharding
 
 from model_adapters.errors import InvalidArgumentError, TorchaxServeError
 from model_adapters.ops import on_platform
@@ -103,3 +106,18 @@ def compiling_for(chip: Chip) -> Iterator[None]:
 def lowering_platform(chip: Chip) -> str:
     """Returns JAX's name of the chip's platform."""
     return "cuda" if chip.platform == "gpu" else chip.platform
+
+
+@functools.cache
+def bytes_in_memory(shape: tuple[int, ...], dtype: np.dtype, device: Any) -> int:
+    """Returns the bytes that an array takes on a device, with what fills its tiles on a TPU.
+
+    Which axes lie along a tile, and how large it is, is the compiler's choice by shape, so that it is asked.
+    """
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if device.platform != "tpu" or not num_bytes:
+        return num_bytes
+    array = jax.ShapeDtypeStruct(shape, dtype, sharding=SingleDeviceSharding(device))
+    traced = jax.jit(lambda _: 0, keep_unused=True).trace(array)
+    found: int = traced.lower(lowering_platforms=("tpu",)).compile().memory_analysis().argument_size_in_bytes
+    return found
