@@ -9,14 +9,15 @@
     python benchmarks/types_speed.py --small --again       # small models, some seconds for a type; --dtype float32, too
     python benchmarks/types_speed.py --guard               # those with a row of this processor; 1 if below 0.8 of it
 
-A model has about 100 million random weights, six layers, and a layer of every kind that the type has. Asked are 64
+A model has 50 to 200 million random weights, four layers, and a layer of every kind that the type has. Asked are 64
 tokens and 32 new ones, greedy, without an end: in eager PyTorch as one batch of ``generate``; on the engine of
-``serve(model)`` with its default options, as ``generate_batch``; by ``to_jax(model).generate``. An encoder reads the 64
-tokens; types for speech get features of a fixed length. A type runs in a process of its own. Its sides take turns; each
-has been called before, and has nothing left to compile. Prefill is a call for one token; decoding is the rest of a call
-for 32. Rows have medians: seconds of the clock and of all processors, and how far memory grew with the first calls,
-compilation included. On a machine that does something else, compare processor time, with ``--threads 1``: threads that
-wait for each other compute nothing and take it, too. Rows are appended to benchmarks/results/types-speed.jsonl.
+``serve(model)`` with its default options, as ``generate_batch``; by ``to_jax(model).generate``. An encoder reads the
+64 tokens; types for speech get features of a fixed length. A type runs in a process of its own. Its sides take turns;
+each has been called before, and has nothing left to compile. With ``--workers 3`` other types get ready meanwhile;
+while one is timed, they stand. Prefill is a call for one token; decoding is the rest of a call for 32. Rows have
+medians: seconds of the clock and of all processors, and how far memory grew with the first calls, compilation
+included. On a machine that does something else, compare processor time, with ``--threads 1``: threads that wait for
+each other compute nothing and take it, too. Rows are appended to benchmarks/results/types-speed.jsonl.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ import os
 import platform
 import signal
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -155,6 +157,7 @@ def asked(options: argparse.Namespace, worker: int) -> Asked:
         sides=options.sides,
         is_small=options.small,
         cores=(cores[first:] + cores[:first])[:number],
+        lock=None if options.workers * number <= len(cores) else options.lock,
         time_limit_s=options.time_limit,
         memory_limit=options.memory_limit * 1e9,
         log=options.log,
@@ -216,7 +219,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, help="default: both; with --small bfloat16")
     parser.add_argument("--requests", nargs="+", type=int, default=list(REQUESTS))
     parser.add_argument("--threads", type=int, default=0, help="cores that a process may use; default: all")
-    parser.add_argument("--workers", type=int, default=1, help="processes at once, with cores of their own")
+    parser.add_argument("--workers", type=int, default=1, help="processes at once; one times, others stand")
     parser.add_argument("--turns", type=int, default=4, help="of each side, at most")
     parser.add_argument("--seconds", type=float, default=8.0, help="of turns, after which no further one begins")
     parser.add_argument("--time-limit", type=float, default=300.0, help="processor seconds of a row")
@@ -231,6 +234,7 @@ def parse() -> argparse.Namespace:
     options.small |= options.guard
     options.again |= options.guard
     options.sides, options.least_turns = SIDES, 1
+    options.lock = Path(tempfile.gettempdir()) / f"types-speed-{os.getpid()}.lock"
     defaults = SMALL if options.small else {"dtype": list(DTYPES), "results": RESULTS}
     for name, value in defaults.items():
         if name not in ("dtype", "results") or getattr(options, name) is None:
@@ -255,7 +259,10 @@ def main() -> None:
         return
     if options.guard:
         sys.exit(guard(options))
-    sweep(options)
+    try:
+        sweep(options)
+    finally:
+        options.lock.unlink(missing_ok=True)
 
 
 def guard(options: argparse.Namespace) -> int:

@@ -54,5 +54,5 @@ def legend(stored: Mapping[str, Any] | None) -> str | None:
 
 _LEGEND = """\
 *speed, 1* and *8*: decode tokens/s of the engine over those of eager PyTorch's `generate`, for one request and for a
-batch of eight, of a random model of the type with about 100 million weights in {dtype}: `{command}` on {machine}.
+batch of eight, of a random model of the type with 50 to 200 million weights in {dtype}: `{command}` on {machine}.
 [performance.md](performance.md#types-of-models) has more."""

@@ -11,12 +11,15 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import transformers
 
 from speed_of_types.cases import NEW_TOKENS, PROMPT_LEN, Inputs, TypeCase
+from speed_of_types.processes import alone_in_time
 from speed_of_types.sides import DROP_IN, EAGER, ENGINE, DropIn, Eager, EngineSide, Side
 from torchax_serve.bench.timed_model import JaxMemory, count_programs
 from torchax_serve.parity.result import error_line
@@ -131,6 +134,23 @@ def agreement(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) ->
     return round(same / max(1, sum(map(len, theirs))), 3)
 
 
+class OtherCores:
+    """Counts how many cores other programs use from now on."""
+
+    def __init__(self) -> None:
+        self._since = self._now()
+
+    @staticmethod
+    def _now() -> tuple[float, float]:
+        times = psutil.cpu_times()
+        return time.monotonic(), times.user + times.system + times.nice - time.process_time()
+
+    def in_use(self) -> float:
+        """Cores that others have used, on average."""
+        (began, used), (now, later) = self._since, self._now()
+        return round(max(0.0, later - used) / max(1e-3, now - began), 2)
+
+
 def measure(
     case: TypeCase, sides: dict[str, MeasuredSide], num_requests: int, options: Any, model: Any
 ) -> dict[str, Any]:
@@ -140,16 +160,18 @@ def measure(
     for side in used:
         side.warm_up(next(inputs[side.name]))
     live = [side for side in used if side.error is None]
-    deadline = time.perf_counter() + options.seconds
-    for turn in range(options.turns if live else 0):
-        first = turn % len(live)
-        for side in (*live[first:], *live[:first]):
-            side.turn(inputs[side.name])
-        if time.perf_counter() > deadline and turn + 1 >= options.least_turns:
-            break
+    with alone_in_time(options.lock):
+        others = OtherCores()
+        deadline = time.perf_counter() + options.seconds
+        for turn in range(options.turns if live else 0):
+            first = turn % len(live)
+            for side in (*live[first:], *live[:first]):
+                side.turn(inputs[side.name])
+            if time.perf_counter() > deadline and turn + 1 >= options.least_turns:
+                break
     found = {side.name: side.summary(num_requests) for side in used}
     eager = sides[EAGER]
-    row: dict[str, Any] = {"sides": found, "ratios": {}, "agreement": {}}
+    row: dict[str, Any] = {"sides": found, "ratios": {}, "agreement": {}, "cores_in_use": others.in_use()}
     for side in used[1:]:
         row["ratios"][side.name] = ratios(found[EAGER], found[side.name])
         if side.tokens and eager.tokens:
@@ -168,7 +190,8 @@ def rows_of(case: TypeCase, dtype: str, options: Any) -> Iterator[dict[str, Any]
         next(case.inputs(model, 1))
     except Exception as error:
         for number in options.requests:
-            yield {**base, "requests": number, "status": "impossible", "error": error_line(error)}
+            impossible = {"status": "impossible", "error": error_line(error), "cores_in_use": 0.0}
+            yield {**base, "requests": number, **impossible}
         return
     base["parameters"] = sum(parameter.numel() for parameter in model.parameters())
     sides = {name: MeasuredSide(name, model) for name in options.sides}
@@ -197,6 +220,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--seconds", type=float, required=True)
     parser.add_argument("--sides", nargs="+", required=True)
     parser.add_argument("--small", action="store_true")
+    parser.add_argument("--lock", type=Path, help="of the one process that may time its sides")
     parser.add_argument("--cores", nargs="+", type=int, required=True)
     options = parser.parse_args(arguments)
     os.sched_setaffinity(0, options.cores)  # before JAX makes its threads

@@ -100,7 +100,7 @@ def section(folder: Path) -> str | None:
     introduction = (
         f"`python benchmarks/types_speed.py` on {results.machine()}. The engine of `serve(model)` with its default "
         "options and the drop-in, over eager PyTorch's `generate` on the same weights: a random model of each type "
-        "with about 100 million weights, 64 tokens and 32 new ones. Decoding, medians over the types of a kind, empty "
+        "with 50 to 200 million weights, 64 tokens and 32 new ones. Decoding, medians over the types of a kind, empty "
         "where it was not measured:"
     )
     slow = [f"{number}: {', '.join(_slow(results, number)) or 'none'}" for number in ("decoding", "prefill")]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -38,6 +40,8 @@ class Asked:
         sides: the first is eager PyTorch.
         is_small: whether models are small.
         cores: numbers of those that the process may use.
+        lock: file of a lock that a process has while it times a row and its siblings stand; None if they have cores
+            of their own.
         time_limit_s: of a row, of a processor.
         memory_limit: bytes of the process.
         log: file for what it prints.
@@ -51,6 +55,7 @@ class Asked:
     sides: Sequence[str]
     is_small: bool
     cores: Sequence[int]
+    lock: Path | None
     time_limit_s: float
     memory_limit: float
     log: Path | None
@@ -61,6 +66,7 @@ class Asked:
         command += ["--dtypes", *self.dtypes, "--requests", *map(str, self.requests), "--turns", str(self.turns)]
         command += ["--least-turns", str(self.least_turns), "--seconds", str(self.seconds)]
         command += ["--sides", *self.sides, "--cores", *map(str, self.cores)]
+        command += [] if self.lock is None else ["--lock", str(self.lock)]
         return [*command, "--small"] if self.is_small else command
 
 
@@ -79,7 +85,8 @@ def measured(cases: Sequence[TypeCase], asked: Asked) -> Iterator[Row]:
             for line in process.stdout:
                 row = json.loads(line)
                 missing.discard((f"{row['task']}:{row['type']}", row["dtype"], row["requests"]))
-                yield {**row, "cores_in_use": limit.end_of_row()}
+                limit.end_of_row()
+                yield row
             process.wait()
         if not missing:
             return
@@ -107,6 +114,29 @@ def _process(cases: Sequence[TypeCase], asked: Asked) -> Iterator[tuple[Any, Lim
         process.kill()
         process.communicate()
         _RUNNING.discard(process)
+        for each in list(_RUNNING):  # it may have ended while it was the one that is timed
+            each.send_signal(signal.SIGCONT)
+
+
+@contextlib.contextmanager
+def alone_in_time(lock: Path | None) -> Iterator[None]:
+    """Waits until no sibling of this process times anything, and stops them meanwhile; nothing without a lock."""
+    if lock is None:
+        yield
+        return
+    own = psutil.Process()
+    with lock.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        siblings = [each for each in own.parent().children() if each.pid != own.pid]
+        for each in siblings:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.suspend()
+        try:
+            yield
+        finally:
+            for each in siblings:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    each.resume()
 
 
 def end_all() -> None:
@@ -116,7 +146,7 @@ def end_all() -> None:
 
 
 class Limit:
-    """Ends a process that takes too long for a row or too much memory; counts what other processes use.
+    """Ends a process that takes too long for a row or too much memory.
 
     Time is that of the processor, so that a busy machine ends nothing; one that waits has `MOST_WAITING` times that.
 
@@ -129,14 +159,14 @@ class Limit:
         self.reason: str | None = None
         self.is_over = threading.Event()
         self._process, self._seconds, self._bytes = process, seconds, num_bytes
-        self._since = self._used()
+        self._since = self._now()
         threading.Thread(target=self._watch, daemon=True).start()
 
     def _watch(self) -> None:
         with contextlib.suppress(psutil.NoSuchProcess):
             watched = psutil.Process(self._process.pid)
             while not self.is_over.wait(POLL_S):
-                since, _, cpu_s = self._since
+                since, cpu_s = self._since
                 waited_s = time.monotonic() - since
                 if sum(watched.cpu_times()[:2]) - cpu_s > self._seconds or waited_s > MOST_WAITING * self._seconds:
                     self.reason = f"no row within {self._seconds:g} s of a processor"
@@ -146,14 +176,13 @@ class Limit:
                     self._process.kill()
                     return
 
-    def _used(self) -> tuple[float, float, float]:
-        """Returns the time, and the processor seconds that other processes and this one have used."""
-        times, own = psutil.cpu_times(), 0.0
+    def _now(self) -> tuple[float, float]:
+        """Returns the time, and the processor seconds that the process has used."""
+        used = 0.0
         with contextlib.suppress(psutil.NoSuchProcess):
-            own = sum(psutil.Process(self._process.pid).cpu_times()[:2])
-        return time.monotonic(), times.user + times.system + times.nice - own, own
+            used = sum(psutil.Process(self._process.pid).cpu_times()[:2])
+        return time.monotonic(), used
 
-    def end_of_row(self) -> float:
-        """Begins the time of the next row; returns how many cores other programs have used during the last."""
-        (before, used, _), self._since = self._since, self._used()
-        return round(max(0.0, self._since[1] - used) / max(1e-3, self._since[0] - before), 2)
+    def end_of_row(self) -> None:
+        """Begins the time of the next row."""
+        self._since = self._now()

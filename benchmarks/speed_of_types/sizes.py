@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-NUM_LAYERS, MOST_LAYERS = 6, 8
+NUM_LAYERS, MOST_LAYERS = 4, 8
 FACTORS: tuple[tuple[str, float, float], ...] = (
     (r"(.*_)?vocab_size(_base|_per_layer_input)?", 128, 32),
     (r"(max|n)_positions?(_embeddings)?|max_seq(uence)?_len(gth)?|n_ctx|context_length", 16, 16),
@@ -83,7 +83,7 @@ FIXED: dict[str, dict[str, Any]] = {
 
 
 def enlarged(tiny: PreTrainedConfig, *, is_small: bool = False) -> PreTrainedConfig:
-    """The configuration of the same kind with about 100 million weights in its decoder; a small one has a few."""
+    """The configuration of the same kind with 50 million weights and more; a small one has a few."""
     return type(tiny).from_dict(_Sizes(int(is_small)).of(tiny.to_dict()))
 
 

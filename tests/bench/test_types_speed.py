@@ -2,6 +2,9 @@
 
 import argparse
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import ClassVar
 
@@ -182,7 +185,8 @@ def test_the_last_row_of_a_key_counts_and_files_are_written_in_order(tmp_path):
 
 def asked(**changed):
     values = {"dtypes": ["bfloat16"], "requests": [1], "turns": 1, "least_turns": 1, "seconds": 1.0, "log": None}
-    values |= {"sides": types_speed.SIDES[:2], "is_small": True, "cores": [0], "time_limit_s": 100, "memory_limit": 4e9}
+    values |= {"sides": types_speed.SIDES[:2], "is_small": True, "cores": [0], "lock": None}
+    values |= {"time_limit_s": 100, "memory_limit": 4e9}
     return processes.Asked(**values | changed)
 
 
@@ -193,6 +197,38 @@ def test_a_type_that_cannot_be_built_and_one_that_takes_too_long_are_rows_with_t
     assert "hidden_size_per_layer_input" in row["error"] or "configuration" in row["error"], row
     found = list(processes.measured([slow, slow], asked(time_limit_s=0.1)))
     assert [(row["status"], row["error"]) for row in found] == [("timed out", "no row within 0.1 s of a processor")] * 2
+
+
+SIBLINGS = r"""
+import subprocess, sys
+tick = "import time\nwhile True: print(time.monotonic(), flush=True); time.sleep(0.01)"
+timed = '''
+import sys, time
+from pathlib import Path
+from speed_of_types.processes import alone_in_time
+time.sleep(0.5)
+with alone_in_time(Path(sys.argv[1])):
+    began = time.monotonic()
+    time.sleep(0.5)
+    print(began, time.monotonic(), flush=True)
+time.sleep(0.5)
+'''
+ticking = subprocess.Popen([sys.executable, "-c", tick])
+subprocess.run([sys.executable, "-c", timed, sys.argv[1]], check=True)
+ticking.kill()
+"""
+
+
+def test_while_one_process_is_timed_its_siblings_stand(tmp_path):
+    command = [sys.executable, "-c", SIBLINGS, str(tmp_path / "lock")]
+    environment = {**os.environ, "PYTHONPATH": str(BENCHMARKS)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, env=environment)
+    lines = [[float(word) for word in line.split()] for line in done.stdout.splitlines()]
+    ((began, ended),) = [line for line in lines if len(line) == 2]
+    ticks = [line[0] for line in lines if len(line) == 1]
+    assert not [tick for tick in ticks if began + 0.1 < tick < ended]
+    assert min(ticks) < began
+    assert max(ticks) > ended
 
 
 def test_documents_show_the_rows_of_most_threads(tmp_path):
